@@ -1,0 +1,62 @@
+"""The protocol between the model and whatever computes attention over paged keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Sizes of the pool; its K and V together take `num_pages * page_bytes` bytes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return per_token * self.page_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One sequence in a step: its tokens start .. start + count - 1 are computed, those before `start` have K and V.
+
+    sequence: a number that stays the same while the sequence keeps its pages. pages: its page table, int32, long enough
+    for start + count tokens. capacity: the most tokens that the sequence may ever hold.
+    """
+
+    sequence: int
+    pages: npt.NDArray[np.int32]
+    start: int
+    count: int
+    capacity: int
+
+
+class AttentionBackend(Protocol):
+    """`plan` once a step, then `run` once for each layer, in order; `drop` when a sequence ends or loses its pages."""
+
+    def plan(self, rows: Sequence[AttentionRow]) -> None:
+        """Prepares a step whose flat tokens are those of `rows`, one after the other."""
+        ...
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Stores k and v ([T, Hkv, D], after RoPE) and attends causally with q ([T, Hq, D]); gives [T, Hq, D].
+
+        After the last layer, the pages of every row hold K and V of all its tokens.
+        """
+        ...
+
+    def drop(self, sequence: int) -> None:
+        """Forgets what is kept for a sequence besides its pages. Unknown numbers are ignored."""
+        ...

@@ -1,0 +1,40 @@
+"""What can go wrong in the engine, as types. chatd/errors.py translates them once."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The base of everything that engine/ raises on purpose."""
+
+
+class ModelError(EngineError):
+    """A model cannot be found, read or used. The message names the file and what to do."""
+
+
+class RequestError(EngineError):
+    """The request itself is at fault and would fail again."""
+
+
+class InvalidRequest(RequestError):
+    """Ids outside the vocabulary, an empty prompt, or an id that is in use already."""
+
+
+class RequestTooLong(RequestError):
+    """prompt_tokens + max_tokens do not fit into limit (the context or the pool), all in tokens."""
+
+    def __init__(self, prompt_tokens: int, max_tokens: int | None, limit: int, what: str) -> None:
+        self.prompt_tokens, self.max_tokens, self.limit, self.what = prompt_tokens, max_tokens, limit, what
+        asked = f"{prompt_tokens} prompt tokens" + (f" + {max_tokens} max_tokens" if max_tokens else "")
+        super().__init__(f"{asked} do not fit: the {what} holds {limit} tokens")
+
+
+class QueueFull(EngineError):
+    """Too many requests wait already; try again after `retry_after` seconds."""
+
+    def __init__(self, waiting: int, retry_after: int = 2) -> None:
+        self.waiting, self.retry_after = waiting, retry_after
+        super().__init__(f"{waiting} requests are waiting already")
+
+
+class EngineStopped(EngineError):
+    """The engine is shutting down or has ended."""

@@ -1,0 +1,99 @@
+"""One compact decoder for the Llama family, over flat tokens: no batch dimension, no padding.
+
+Norms first, residuals in between, rotary positions on queries and keys (adjacent pairs, as one complex product) and
+SwiGLU. Which of biases, q/k norms and rope scaling a model has is in its DecoderConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.attention import AttentionBackend
+from engine.models.config import DecoderConfig
+from engine.quant import DenseLinear, Linear
+from engine.quant.linear import load_linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A decoder over converted tensors. Activations are in the dtype of dense weights, float32 beside packed ones."""
+
+    def __init__(self, config: DecoderConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        self._embedding = tensors["embedding"]
+        packed = any(name.endswith(".int4") for name in tensors)
+        self._dtype = torch.float32 if packed else self._embedding.dtype
+        self._norm = tensors["norm"].to(self._dtype)
+        tied = "lm_head.weight" not in tensors and "lm_head.int8" not in tensors
+        self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head")
+        self._layers = tuple(self._layer(tensors, f"layers.{i}.") for i in range(config.num_layers))
+        angles = np.outer(np.arange(config.context_length), config.inv_freq())
+        self._rotations = torch.polar(torch.ones(angles.shape), torch.from_numpy(angles.astype(np.float32)))
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Logits, [R, vocab] float32, of the R rows of the step that `logit_rows` names.
+
+        tokens and positions: [T] int64, the step for which `attention` was planned. logit_rows: [R] int64 indices into
+        T; R may be 0.
+        """
+        x = F.embedding(tokens, self._embedding).to(self._dtype)
+        rotations = self._rotations[positions][:, None]
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._project(layer, self._normed(x, layer.attention_norm), rotations)
+            attended = attention.run(index, q, k, v).reshape(len(tokens), -1)
+            x = x + layer.out(attended)
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+        if len(logit_rows) == 0:
+            return torch.empty((0, self.config.vocab_size))
+        return self._head(self._normed(x[logit_rows], self._norm)).float()
+
+    def _project(
+        self, layer: _Layer, x: torch.Tensor, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self.config
+        heads = layer.qkv(x).view(len(x), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        rotated, v = heads[:, : -c.num_kv_heads], heads[:, -c.num_kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rotated[:, : c.num_heads], rotated[:, c.num_heads :]
+            rotated = torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), dim=1)
+        pairs = torch.view_as_complex(rotated.float().reshape(*rotated.shape[:2], -1, 2))
+        rotated = torch.view_as_real(pairs * rotations).flatten(2).to(x.dtype)
+        return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+
+    def _layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+        def norm(name: str) -> torch.Tensor:
+            return tensors[prefix + name].to(self._dtype)
+
+        has_qk_norm = self.config.qk_norm
+        return _Layer(
+            attention_norm=norm("attention_norm"),
+            qkv=load_linear(tensors, prefix + "qkv"),
+            q_norm=norm("q_norm") if has_qk_norm else None,
+            k_norm=norm("k_norm") if has_qk_norm else None,
+            out=load_linear(tensors, prefix + "out"),
+            mlp_norm=norm("mlp_norm"),
+            gate_up=load_linear(tensors, prefix + "gate_up"),
+            down=load_linear(tensors, prefix + "down"),
+        )

@@ -1,0 +1,44 @@
+"""A step's plan to logits: flat tokens, positions and page tables, one forward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, AttentionRow
+from engine.models.decoder import Decoder
+from engine.scheduler import StepRow
+
+
+class ModelRunner:
+    """Runs steps on a model and an attention backend. One thread."""
+
+    def __init__(self, model: Decoder, attention: AttentionBackend) -> None:
+        self._model = model
+        self._attention = attention
+
+    @torch.inference_mode()
+    def run(self, rows: list[StepRow]) -> torch.Tensor:
+        """Logits [S, vocab] float32 for the S rows that sample, in their order."""
+        self._attention.plan([_attention_row(row) for row in rows])
+        tokens = np.concatenate([row.sequence.tokens[row.start : row.start + row.count] for row in rows])
+        positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
+        ends = np.cumsum([row.count for row in rows]) - 1
+        logit_rows = ends[[row.samples for row in rows]]
+        return self._model.forward(
+            torch.from_numpy(tokens.astype(np.int64)),
+            torch.from_numpy(positions),
+            torch.from_numpy(logit_rows),
+            self._attention,
+        )
+
+    def drop(self, sequence: int) -> None:
+        self._attention.drop(sequence)
+
+
+def _attention_row(row: StepRow) -> AttentionRow:
+    sequence = row.sequence
+    if sequence.lease is None:
+        raise RuntimeError("a row was planned for a sequence that holds no pages")
+    pages = np.asarray(sequence.lease.pages, dtype=np.int32)
+    return AttentionRow(sequence.number, pages, row.start, row.count, sequence.capacity)

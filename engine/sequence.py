@@ -1,0 +1,94 @@
+"""One running request: its tokens, how many of them have keys and values, and its lease on the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache import Lease
+from engine.api import FinishReason, GenerateRequest, Timings, TokenIds, Usage
+from engine.sampling import Sampler
+from engine.text import Detokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The state of one request from submit to its terminal event. Owned by the engine's thread.
+
+        tokens  |<---- prompt ---->|<---- output ---->|        |
+                |<------- computed ------>|<-pending->|        |
+                0                                 num_tokens  capacity
+
+    Computed tokens have K and V. Pending ones go through the model next: one in decode, more in prefill or after a
+    preemption. When nothing is pending the last row's logits give the next token.
+    """
+
+    number: int
+    request: GenerateRequest
+    sampler: Sampler
+    detokenizer: Detokenizer
+    capacity: int
+    received: float
+    tokens: TokenIds = field(init=False)
+    num_tokens: int = field(init=False)
+    computed: int = 0
+    lease: Lease | None = None
+    cached_tokens: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    preemptions: int = 0
+    unsent: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.request.tokens)
+        self.tokens = np.empty(self.capacity, dtype=np.int32)
+        self.tokens[: self.num_tokens] = self.request.tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.tokens)
+
+    @property
+    def generated(self) -> int:
+        return self.num_tokens - self.prompt_tokens
+
+    @property
+    def pending(self) -> int:
+        return self.num_tokens - self.computed
+
+    @property
+    def full(self) -> bool:
+        return self.num_tokens >= self.capacity
+
+    def append(self, token: int, now: float) -> None:
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+
+    def end_reason(self, token: int, eos_ids: frozenset[int]) -> FinishReason | None:
+        """Why the request ends with the token just appended, or None."""
+        params = self.request.params
+        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
+            return "stop"
+        return "length" if self.full else None
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.cached_tokens, self.generated)
+
+    def timings(self, now: float) -> Timings:
+        """Durations so far; a phase that was not reached took 0 ms."""
+        admitted = now if self.admitted is None else self.admitted
+        first = now if self.first_token is None else self.first_token
+        last = first if self.last_token is None else self.last_token
+        return Timings(
+            queue_ms=(admitted - self.received) * 1e3,
+            prefill_ms=(first - admitted) * 1e3 if self.admitted is not None else 0.0,
+            decode_ms=(last - first) * 1e3,
+            ttft_ms=None if self.first_token is None else (first - self.received) * 1e3,
+            total_ms=(now - self.received) * 1e3,
+            preemptions=self.preemptions,
+        )

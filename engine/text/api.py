@@ -1,0 +1,92 @@
+"""The seam between text and token ids, as sessions/ and chatd/ see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids (int32, 1-D) and the fingerprint under which they are exact: whoever stores ids stores both."""
+
+    ids: npt.NDArray[np.int32]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message of a conversation; content is the truth, `encoded` its exact companion or None.
+
+    For system and user messages `encoded` is what `Prompt.segments` gave for this message before.
+    For assistant messages it is the generated ids, the sampled eos included, under `ChatCodec.fingerprint`.
+    """
+
+    role: Role
+    content: str
+    encoded: Encoded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """tokens: all the ids, the generation prompt included. segments[i]: what to store for message i.
+
+    header_tokens: number of ids at the end of `tokens` that are the generation prompt (the reply's own header).
+    """
+
+    tokens: npt.NDArray[np.int32]
+    segments: tuple[Encoded, ...]
+    message_tokens: tuple[int, ...]
+    header_tokens: int
+
+
+class ChatCodec(Protocol):
+    """Turns conversations into ids and ids into text. Content never becomes control ids, whatever it contains."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies tokenizer and template: ids stored under another fingerprint are encoded anew."""
+        ...
+
+    def prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        namespace: str | None = None,
+        now: datetime | None = None,
+    ) -> Prompt:
+        """The ids the model must see for this conversation. Ids that come with a message are reused while they are
+        exact; only the others are encoded. message_tokens[i] counts the ids that message i adds (their sum + header = all).
+
+        namespace: where to look for replies that were remembered; None looks nowhere. now: the date for templates that
+        ask for one; it has to stay the same for a conversation, or its prefix changes.
+
+        Raises TemplateError when the model's template refuses the conversation.
+        """
+        ...
+
+    def encode(self, text: str, *, continued: bool = False) -> npt.NDArray[np.int32]:
+        """Plain text to ids; control tokens in it stay text. continued: other text stands before it."""
+        ...
+
+    def remember(
+        self,
+        namespace: str,
+        prompt_tokens: npt.NDArray[np.int32],
+        ids: Sequence[int] | npt.NDArray[np.int32],
+        text: str,
+    ) -> None:
+        """Keeps the ids of a reply, so that a client which sends only its text back gets the very same ids."""
+        ...
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
+        """Ids to text; control ids are left out, bytes that form no character become U+FFFD."""
+        ...

@@ -1,0 +1,198 @@
+"""Any source to chatd's own copy, once: fused layers, chosen layouts, tokenizer and template, ready to be mapped.
+
+<models_dir>/converted/<digest>-<layout>-v<version>/
+    model.json         the DecoderConfig
+    weights.safetensors, memory-mapped at start
+    tokenizer.json, chat.json
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from engine.errors import ModelError
+from engine.models.config import DecoderConfig, from_gguf, from_hf
+from engine.quant import int4
+from engine.quant.linear import quantize_rows_int8
+from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
+from engine.weights.source import FolderSource, Source, cached_digest, move_into_place
+from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
+
+CONVERTER_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How weights are kept: dense in `dense`, and packed to 4 bits as well where `packed`."""
+
+    dense: torch.dtype
+    packed: bool
+
+    @property
+    def name(self) -> str:
+        dense = str(self.dense).removeprefix("torch.")
+        # The packed order depends on the vector width, so a copy is only good for processors of this kind.
+        return f"int4-{torch.backends.cpu.get_cpu_capability().lower()}-{dense}" if self.packed else dense
+
+
+def choose_layout(dtype: str) -> Layout:
+    """auto is int4. Beside packed weights, many rows read bfloat16 where the processor multiplies it natively, else
+    float32 (without native support bfloat16 products are some eight times slower)."""
+    if dtype in ("auto", "int4"):
+        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return Layout(torch.bfloat16 if native else torch.float32, packed=True)
+    return Layout(getattr(torch, dtype), packed=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedModel:
+    """A finished copy in its folder."""
+
+    folder: Path
+    config: DecoderConfig
+    assets: ChatAssets
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, mapped from the file rather than read."""
+        with safe_open(str(self.folder / "weights.safetensors"), framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> ConvertedModel:
+    """The copy of this source in this layout, made unless it is there. A damaged copy is made again."""
+    digest = cached_digest(source, models_dir)
+    folder = models_dir / "converted" / f"{digest[:16]}-{layout.name}-v{CONVERTER_VERSION}"
+    if folder.is_dir():
+        try:
+            return _open(folder)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, ModelError):
+            shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as temporary:
+        _convert(source, source.fetch(models_dir), Path(temporary), layout)
+        move_into_place(Path(temporary), folder)
+    return _open(folder)
+
+
+def _open(folder: Path) -> ConvertedModel:
+    config = DecoderConfig.from_json(json.loads((folder / "model.json").read_text(encoding="utf-8")))
+    with safe_open(str(folder / "weights.safetensors"), framework="pt", device="cpu"):
+        pass  # reads the header and compares its offsets with the size of the file
+    return ConvertedModel(folder, config, ChatAssets.load(folder))
+
+
+def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
+    if isinstance(source, FolderSource):
+        try:
+            config = from_hf(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        except (ValueError, OSError) as error:
+            raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from None
+        tensors: TensorSource = SafetensorsSource(path, config)
+        assets = assets_from_folder(path)
+    else:
+        reader = read_gguf(path)
+        try:
+            factors = next((t.data for t in reader.tensors if t.name == "rope_freqs.weight"), None)
+            config = from_gguf(gguf_metadata(reader), {t.name for t in reader.tensors}, factors)
+        except KeyError as missing:
+            raise ModelError(f"the GGUF file {path} has no {missing}") from None
+        tensors = GgufTensors(reader, config)
+        assets = assets_from_gguf(reader)
+    _check_tensors(tensors, config)
+    try:
+        converted = dict(_tensors(tensors, config, layout))
+    except (ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the weights of {path} do not fit its configuration: {error}") from None
+    save_file(converted, str(target / "weights.safetensors"))
+    (target / "model.json").write_text(json.dumps(config.to_json()), encoding="utf-8")
+    assets.save(target)
+
+
+def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The Hugging Face names and shapes of all tensors that a model of this configuration has."""
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    products = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.out_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, (rows, columns, has_bias) in products.items():
+        layer[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            layer[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes
+
+
+def _check_tensors(source: TensorSource, config: DecoderConfig) -> None:
+    found, expected = source.names(), expected_shapes(config)
+    if config.tied_embeddings:
+        found = found - {"lm_head.weight"}  # some files repeat the tied weight
+    if missing := sorted(expected.keys() - found):
+        raise ModelError(f"the model lacks {len(missing)} tensors, among them {missing[0]}")
+    if unused := sorted(found - expected.keys()):
+        raise ModelError(f"the model has {len(unused)} tensors of unknown use, among them {unused[0]}")
+    for name, shape in expected.items():
+        if (actual := source.shape(name)) != shape:
+            raise ModelError(f"{name} has the shape {list(actual)}, and the configuration says {list(shape)}")
+
+
+def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    def fused(name: str, parts: list[str], bias: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        dense = torch.cat([source.dense(f"{part}.weight") for part in parts])
+        yield f"{name}.weight", dense.to(layout.dense)
+        if bias:
+            yield f"{name}.bias", torch.cat([source.dense(f"{part}.bias") for part in parts]).to(layout.dense)
+        if layout.packed and int4.fits(*dense.shape):
+            stored = [source.grouped_4bit(f"{part}.weight") for part in parts]
+            groups = [
+                g if g is not None else int4.quantize(source.dense(f"{p}.weight"))
+                for g, p in zip(stored, parts, strict=True)
+            ]
+            joined = int4.Grouped4Bit(*(torch.cat([getattr(g, f) for g in groups]) for f in ("q", "scale", "zero")))
+            yield f"{name}.int4", (packed := int4.pack(joined))[0]
+            yield f"{name}.scale_zero", packed[1]
+
+    embedding = source.dense("model.embed_tokens.weight")
+    yield "embedding", embedding.to(layout.dense if not layout.packed else torch.bfloat16)
+    yield "norm", source.dense("model.norm.weight")
+    head = embedding if config.tied_embeddings else source.dense("lm_head.weight")
+    if layout.packed and head.shape[1] % 16 == 0:
+        yield "lm_head.int8", (rows := quantize_rows_int8(head))[0]
+        yield "lm_head.scale", rows[1]
+    elif not config.tied_embeddings or layout.packed:
+        yield "lm_head.weight", head.to(layout.dense)
+    for i in range(config.num_layers):
+        hf, ours = f"model.layers.{i}.", f"layers.{i}."
+        yield ours + "attention_norm", source.dense(hf + "input_layernorm.weight")
+        yield ours + "mlp_norm", source.dense(hf + "post_attention_layernorm.weight")
+        if config.qk_norm:
+            yield ours + "q_norm", source.dense(hf + "self_attn.q_norm.weight")
+            yield ours + "k_norm", source.dense(hf + "self_attn.k_norm.weight")
+        yield from fused(ours + "qkv", [f"{hf}self_attn.{p}_proj" for p in "qkv"], config.qkv_bias)
+        yield from fused(ours + "out", [f"{hf}self_attn.o_proj"], config.out_bias)
+        yield from fused(ours + "gate_up", [f"{hf}mlp.{p}_proj" for p in ("gate", "up")], config.mlp_bias)
+        yield from fused(ours + "down", [f"{hf}mlp.down_proj"], config.mlp_bias)

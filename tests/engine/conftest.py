@@ -1,0 +1,41 @@
+"""A small random model, and engines over it that end with the test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.local import LocalEngine, load_engine
+from tests.support.tiny_models import save_tiny
+
+StartEngine = Callable[..., LocalEngine]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """The folder of a random Llama with a vocabulary of bytes, and the same model in transformers."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, save_tiny(folder, "llama")
+
+
+@pytest.fixture
+async def start_engine(
+    tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[StartEngine]:
+    """Builds engines in float32 over the tiny model; options are those of EngineConfig."""
+    engines: list[LocalEngine] = []
+    models_dir = tiny[0].parent / "converted-tiny"
+
+    def start(**options: Any) -> LocalEngine:
+        config = EngineConfig(**{"model": str(tiny[0]), "models_dir": models_dir, "dtype": "float32", **options})
+        engines.append(load_engine(config))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        await engine.close()
