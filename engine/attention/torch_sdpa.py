@@ -35,7 +35,7 @@ class _PlannedRow:
 
 
 class TorchAttention:
-    """The AttentionBackend for CPUs. Holds the pool, `shape.num_pages * shape.page_bytes` bytes, touched as it fills."""
+    """The AttentionBackend for CPUs. Holds the pool: num_pages * page_bytes bytes, touched as it fills."""
 
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
