@@ -64,8 +64,8 @@ class ChatCodec(Protocol):
         now: datetime | None = None,
     ) -> Prompt:
         """The ids the model must see for this conversation. Ids that come with a message are reused while they are
-        exact; only the others are encoded. message_tokens[i] counts the ids that message i adds (their sum + header_tokens
-        is all of them).
+        exact; only the others are encoded. message_tokens[i] counts the ids that message i adds: their sum +
+        header_tokens is all of them.
 
         namespace: where to look for replies that were remembered; None looks nowhere. now: the date for templates that
         ask for one; it has to stay the same for a conversation, or its prefix changes.
