@@ -1,0 +1,61 @@
+"""Sampling parameters from outside: layers, names and types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.api import SamplingParams
+from sessions import InvalidInput
+from sessions.params import check_params, resolve_params
+
+DEFAULTS = SamplingParams(temperature=0.6, top_p=0.95)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([], DEFAULTS),
+        ([None, {}], DEFAULTS),
+        ([{"temperature": 0}], SamplingParams(temperature=0, top_p=0.95)),
+        ([{"temperature": 0.1}, {"temperature": 0.2}], SamplingParams(temperature=0.2, top_p=0.95)),
+        ([{"temperature": 0.1}, {"temperature": None}], SamplingParams(temperature=0.1, top_p=0.95)),
+        ([{"max_tokens": 5}, {"min_tokens": 5}], SamplingParams(0.6, 0.95, max_tokens=5, min_tokens=5)),
+        ([{"stop_token_ids": [1, 2], "ignore_eos": True}], SamplingParams(0.6, 0.95, None, None, 0, True, (1, 2))),
+        ([{"seed": 2**63 - 1}], SamplingParams(0.6, 0.95, seed=2**63 - 1)),
+    ],
+)
+def test_the_last_layer_wins(layers: list[dict[str, Any] | None], expected: SamplingParams) -> None:
+    assert resolve_params(DEFAULTS, *layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "field"),
+    [
+        ([{"top_k": 5}], "params"),
+        ([{"temperature": "1"}], "params.temperature"),
+        ([{"temperature": True}], "params.temperature"),
+        ([{"temperature": 2.1}], "params"),
+        ([{"temperature": float("nan")}], "params"),
+        ([{"top_p": -0.1}], "params"),
+        ([{"seed": 1.0}], "params.seed"),
+        ([{"seed": 2**63}], "params"),
+        ([{"max_tokens": -1}], "params"),
+        ([{"max_tokens": False}], "params.max_tokens"),
+        ([{"min_tokens": 2}, {"max_tokens": 1}], "params"),
+        ([{"ignore_eos": 1}], "params.ignore_eos"),
+        ([{"stop_token_ids": 5}], "params.stop_token_ids"),
+        ([{"stop_token_ids": [1, "2"]}], "params.stop_token_ids"),
+        ([{"stop_token_ids": [-1]}], "params.stop_token_ids"),
+        ([{"stop_token_ids": [2**31]}], "params.stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_used_is_named(layers: list[dict[str, Any]], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        resolve_params(DEFAULTS, *layers)
+    assert caught.value.field == field
+
+
+def test_what_is_stored_is_plain() -> None:
+    assert check_params({"seed": None, "stop_token_ids": (1, 2), "top_p": 1}) == {"stop_token_ids": [1, 2], "top_p": 1}
