@@ -112,7 +112,6 @@ class TurnRunner:
             await self._broker.append(gid, "generation.failed", failed)
         else:
             await self._broker.append(gid, "generation.done", done_data(end))
-        logger.info("generation %s %s: %s", gid, end.generation_status, _numbers(end))
 
 
 def done_data(end: TurnEnd) -> Json:
@@ -123,16 +122,3 @@ def done_data(end: TurnEnd) -> Json:
         "usage": usage_json(end.usage),
         "timings": timings_json(end.timings),
     }
-
-
-def _numbers(end: TurnEnd) -> str:
-    if end.usage is None or end.timings is None:
-        return end.error or "no numbers"
-    usage, timings = end.usage, end.timings
-    ttft = "-" if timings.ttft_ms is None else f"{timings.ttft_ms:.0f}"
-    return (
-        f"prompt={usage.prompt_tokens} cached={usage.cached_tokens} prefilled={usage.prefilled_tokens} "
-        f"generated={usage.completion_tokens} queue_ms={timings.queue_ms:.0f} prefill_ms={timings.prefill_ms:.0f} "
-        f"decode_ms={timings.decode_ms:.0f} ms_per_token={timings.decode_ms / max(usage.completion_tokens - 1, 1):.1f} "
-        f"ttft_ms={ttft} total_ms={timings.total_ms:.0f} finish_reason={end.finish_reason}"
-    )
