@@ -381,7 +381,9 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         device="cpu",
         default_params=codec.default_params,
     )
-    return LocalEngine(info, codec, ModelRunner(model, TorchAttention(shape)), cache, config)
+    runner = ModelRunner(model, TorchAttention(shape))
+    runner.warm_up(info.pool_tokens)
+    return LocalEngine(info, codec, runner, cache, config)
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:

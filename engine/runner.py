@@ -7,6 +7,7 @@ import torch
 
 from engine.attention import AttentionBackend, AttentionRow
 from engine.models.decoder import Decoder
+from engine.quant.linear import PACKED_ROWS
 from engine.scheduler import StepRow
 
 
@@ -31,6 +32,21 @@ class ModelRunner:
             torch.from_numpy(logit_rows),
             self._attention,
         )
+
+    @torch.inference_mode()
+    def warm_up(self, pool_tokens: int) -> None:
+        """Runs a prompt and a token through the model, so that the first request does not wait for weights to be read
+        in. Uses the first pages of the pool: call it before anybody else does.
+        """
+        count = min(PACKED_ROWS + 1, self._model.config.context_length - 1, pool_tokens - 1)
+        if count < 1:
+            return
+        pages = np.arange(count + 1, dtype=np.int32)
+        for start, length in ((0, count), (count, 1)):
+            self._attention.plan([AttentionRow(0, pages, start, length, count + 1)])
+            span = torch.arange(start, start + length)
+            self._model.forward(torch.zeros_like(span), span, torch.zeros(1, dtype=torch.int64), self._attention)
+        self._attention.drop(0)
 
     def drop(self, sequence: int) -> None:
         self._attention.drop(sequence)

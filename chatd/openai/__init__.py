@@ -1,0 +1,1 @@
+"""The OpenAI-compatible part: requests in, completions out."""

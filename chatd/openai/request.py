@@ -1,0 +1,124 @@
+"""What POST /v1/chat/completions takes. What is known and built is typed; the rest must not change the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from chatd.errors import InvalidParameter, UnsupportedParameter
+from chatd.schemas import Strict, Text
+from engine.api import SamplingParams
+from engine.text.api import ChatMessage, Role
+
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "store": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "stop": ([],),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+}
+"""Parameters that are accepted with the values that mean nothing, and refused with any other."""
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, value: Any) -> Any:
+        """An answer that a client sends back may carry fields like `refusal: null` and `tool_calls: []`."""
+        if isinstance(value, dict):
+            return {k: v for k, v in value.items() if k in ("role", "content") or (v is not None and v != [])}
+        return value
+
+    def plain(self) -> ChatMessage:
+        role: Role = "system" if self.role == "developer" else self.role
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return ChatMessage(role, content)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class ChatCompletionRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Text | None = Field(
+        None, max_length=200, description="requests share cached pages only with equal salts"
+    )
+    user: Text | None = Field(None, description="accepted without effect")
+    metadata: dict[str, Any] | None = Field(None, description="accepted without effect")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def namespace(self) -> str:
+        """The cache namespace; without a salt the one that sessions use."""
+        return f"salt:{self.cache_salt}" if self.cache_salt else ""
+
+    def refuse_unsupported(self) -> None:
+        """Raises UnsupportedParameter for the first parameter that would change the answer and is not built."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
+                raise UnsupportedParameter(name)
+
+    def chat(self) -> list[ChatMessage]:
+        return [message.plain() for message in self.messages]
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """Raises InvalidParameter."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_tokens is not None and self.max_tokens != limit:
+            raise InvalidParameter("max_tokens", "differs from max_completion_tokens")
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "max_tokens": limit,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+        }
+        try:
+            return dataclasses.replace(defaults, **{name: value for name, value in given.items() if value is not None})
+        except ValueError as error:
+            raise InvalidParameter("min_tokens", str(error)) from None

@@ -1,0 +1,25 @@
+"""From a request's body to a completion under way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+from chatd.errors import ModelNotFound
+from chatd.openai.completion import Completion, Head
+from chatd.openai.request import ChatCompletionRequest
+from engine.api import Engine, GenerateRequest
+
+
+async def start_completion(asked: ChatCompletionRequest, engine: Engine, served: str) -> Completion:
+    """Raises ModelNotFound, UnsupportedParameter, InvalidParameter, and the engine's and the codec's errors."""
+    if asked.model not in (served, "default"):
+        raise ModelNotFound(served)
+    asked.refuse_unsupported()
+    params = asked.sampling(engine.info.default_params)
+    prompt = await asyncio.to_thread(engine.codec.prompt, asked.chat(), namespace=asked.namespace)
+    number = secrets.token_hex(12)
+    request = GenerateRequest(f"chatcmpl-{number}", prompt.tokens, params, asked.namespace)
+    head = Head(request.id, served, int(time.time()))
+    return Completion(head, engine, request, engine.submit(request))

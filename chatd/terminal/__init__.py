@@ -1,0 +1,1 @@
+"""The terminal client: keyboard, connection, and the line below an answer."""
