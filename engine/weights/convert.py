@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,10 +24,10 @@ from engine.models.config import DecoderConfig, from_gguf, from_hf
 from engine.quant import int4
 from engine.quant.linear import quantize_rows_int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
-from engine.weights.source import FolderSource, Source, cached_digest, move_into_place
+from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class ConvertedModel:
 def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> ConvertedModel:
     """The copy of this source in this layout, made unless it is there. A damaged copy is made again."""
     digest = cached_digest(source, models_dir)
-    folder = models_dir / "converted" / f"{digest[:16]}-{layout.name}-v{CONVERTER_VERSION}"
+    name = f"{digest[:16]}-{layout.name}"
+    folder = models_dir / "converted" / f"{name}-v{CONVERTER_VERSION}"
     if folder.is_dir():
         try:
             return _open(folder)
@@ -80,6 +81,9 @@ def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> Conver
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as temporary:
         _convert(source, source.fetch(models_dir), Path(temporary), layout)
         move_into_place(Path(temporary), folder)
+    for outdated in folder.parent.glob(f"{name}-v*"):
+        if outdated != folder:
+            shutil.rmtree(outdated, ignore_errors=True)
     return _open(folder)
 
 
@@ -107,6 +111,8 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
             raise ModelError(f"the GGUF file {path} has no {missing}") from None
         tensors = GgufTensors(reader, config)
         assets = assets_from_gguf(reader)
+        if isinstance(source, PackageSource):
+            assets = replace(assets, sampling={**source.sampling, **assets.sampling})
     _check_tensors(tensors, config)
     try:
         converted = dict(_tensors(tensors, config, layout))

