@@ -4,6 +4,7 @@
     model.json         the DecoderConfig
     weights.safetensors, memory-mapped at start
     tokenizer.json, chat.json
+        sizes.json         bytes of the other files, written last
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
+SIZES_FILE = "sizes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +90,9 @@ def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> Conver
 
 
 def _open(folder: Path) -> ConvertedModel:
+    if json.loads((folder / SIZES_FILE).read_text(encoding="utf-8")) != _sizes(folder):
+        raise ValueError(f"{folder} is not as it was written")
     config = DecoderConfig.from_json(json.loads((folder / "model.json").read_text(encoding="utf-8")))
-    with safe_open(str(folder / "weights.safetensors"), framework="pt", device="cpu"):
-        pass  # reads the header and compares its offsets with the size of the file
     return ConvertedModel(folder, config, ChatAssets.load(folder))
 
 
@@ -121,6 +123,12 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
     save_file(converted, str(target / "weights.safetensors"))
     (target / "model.json").write_text(json.dumps(config.to_json()), encoding="utf-8")
     assets.save(target)
+    (target / SIZES_FILE).write_text(json.dumps(_sizes(target)), encoding="utf-8")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file of a copy, by which a cut or missing one is noticed without reading it."""
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != SIZES_FILE}
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
