@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
-def no_nul(text: str) -> str:
+
+def storable(text: str) -> str:
+    """Text that any database and tokenizer can take."""
     if "\0" in text:
         raise ValueError("must not contain U+0000")
+    if _SURROGATE.search(text):
+        raise ValueError("must not contain lone surrogates")
     return text
 
 
-Text = Annotated[str, AfterValidator(no_nul)]
-"""Any text that can be stored; lone surrogates are refused by the type itself."""
+Text = Annotated[str, AfterValidator(storable)]
 
 
-Id = Annotated[str, Field(max_length=100), AfterValidator(no_nul)]
+Id = Annotated[str, Field(max_length=100), AfterValidator(storable)]
 
 
 class Strict(BaseModel):

@@ -68,7 +68,7 @@ class StreamOptions(Strict):
 class ChatCompletionRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    model: str
+    model: Text
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)

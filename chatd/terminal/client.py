@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
 import uuid
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from websockets.exceptions import InvalidHandshake, InvalidURI, WebSocketException
@@ -30,43 +31,27 @@ class Refused(Exception):
 
 
 class ChatClient:
-    """Made by `connect`; a context manager that closes the connection."""
+    """Made by `connect`, a context manager that closes the connection at its end."""
 
     def __init__(self, socket: ClientConnection, session_id: str) -> None:
         self._socket = socket
         self.session_id = session_id
 
     @classmethod
-    def connect(cls, url: str, session_id: str | None) -> ChatClient:
+    @contextlib.contextmanager
+    def connect(cls, url: str, session_id: str | None) -> Iterator[ChatClient]:
         """Opens a session, a new one unless named. Raises ConnectionLost, Refused."""
         url = url.rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ConnectionLost("the address of the server must start with http:// or https://")
         if session_id is None:
             session_id = str(_call(f"{url}/api/v1/sessions", {})["id"])
-        try:
-            socket = connect(
-                f"ws{url.removeprefix('http')}/api/v1/ws",
-                subprotocols=[Subprotocol(SUBPROTOCOL)],
-                open_timeout=_OPEN_S,
-                max_size=None,
-                compression=None,
-            )
-        except (OSError, InvalidHandshake, InvalidURI, TimeoutError) as error:
-            raise ConnectionLost(f"no chatd server answers at {url}") from error
-        client = cls(socket, session_id)
-        client._send({"type": "hello"})
-        client._send({"type": "subscribe", "id": "subscribe", "session": session_id})
-        client._acknowledged("subscribe")
-        return client
-
-    def __enter__(self) -> ChatClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._socket.close()
+        with contextlib.ExitStack() as stack:
+            client = cls(stack.enter_context(_connected(url)), session_id)
+            client._send({"type": "hello"})
+            client._send({"type": "subscribe", "id": "subscribe", "session": session_id})
+            client._acknowledged("subscribe")
+            yield client
 
     def ask(self, content: str, interrupts: Interrupts, out: TextIO) -> None:
         """Sends a message and writes its answer as it comes, then the numbers. Raises ConnectionLost, Refused."""
@@ -154,6 +139,24 @@ class ChatClient:
         except WebSocketException as error:
             raise ConnectionLost("the connection to the server was lost") from error
         return frame
+
+
+@contextlib.contextmanager
+def _connected(url: str) -> Iterator[ClientConnection]:
+    with contextlib.ExitStack() as stack:
+        try:
+            socket = stack.enter_context(
+                connect(
+                    f"ws{url.removeprefix('http')}/api/v1/ws",
+                    subprotocols=[Subprotocol(SUBPROTOCOL)],
+                    open_timeout=_OPEN_S,
+                    max_size=None,
+                    compression=None,
+                )
+            )
+        except (OSError, InvalidHandshake, InvalidURI, TimeoutError) as error:
+            raise ConnectionLost(f"no chatd server answers at {url}") from error
+        yield socket
 
 
 def _call(url: str, body: dict[str, Any]) -> dict[str, Any]:

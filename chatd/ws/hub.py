@@ -19,16 +19,21 @@ class Hub:
         self._turns = turns
         self._sessions = sessions
         self._timing = timing
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """The open ones, the oldest first."""
+        return tuple(self._connections)
 
     async def serve(self, socket: WebSocket) -> None:
         """Returns at the end of the connection."""
         connection = Connection(socket, f"con_{secrets.token_hex(8)}", self._turns, self._sessions, self._timing)
-        self._connections.add(connection)
+        self._connections[connection] = None
         try:
             await connection.run()
         finally:
-            self._connections.discard(connection)
+            del self._connections[connection]
 
     def announce_draining(self) -> None:
         for connection in self._connections:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from chatd.app import create_app
 from chatd.backend import Backend, open_backend
@@ -19,12 +23,13 @@ from chatd.server import ChatServer, bind, url_of
 from chatd.settings import Settings
 from chatd.static import DIST
 from chatd.ws.timing import SocketTiming
-from engine.api import Engine, Event, GenerateRequest
-from tests.sessions.letters_codec import LettersCodec
+from engine.api import Delta, Engine, Event, GenerateRequest
+from tests.sessions.letters_codec import LettersCodec, token
 from tests.sessions.scripted_engine import Live, ScriptedEngine
 
 JSON = {"content-type": "application/json"}
-WITHIN_S = 20.0
+SMALL_BUFFER = 8192
+WITHIN_S = 5.0
 """How long anything may take before a test gives up; nothing waits this long when it works."""
 
 
@@ -38,10 +43,18 @@ class RememberingCodec(LettersCodec):
 
     def prompt(self, messages: Any, *, namespace: str | None = None, **options: Any) -> Any:
         self.namespaces.append(namespace)
+        options.setdefault("now", datetime(2026, 1, 1, tzinfo=UTC))
         return super().prompt(messages, **options)
 
     def remember(self, namespace: str, prompt_tokens: Any, ids: Any, text: str) -> None:
         self.remembered.append((namespace, list(prompt_tokens), list(ids), text))
+
+
+class Talk(Live):
+    def say_piece(self, text: str) -> None:
+        """One delta with as much text as is wanted."""
+        self.output.append(token(0))
+        self._put(Delta(self.request.id, (token(0),), text))
 
 
 class Engines(ScriptedEngine):
@@ -55,7 +68,7 @@ class Engines(ScriptedEngine):
     def submit(self, request: GenerateRequest) -> AsyncIterator[Event]:
         assert request.id not in self.live
         self.check(len(request.tokens), request.params)
-        live = self.live[request.id] = Live(self, request)
+        live = self.live[request.id] = Talk(self, request)
         self.all.append(live)
         if self.reply is not None:
             live.admit()
@@ -67,6 +80,12 @@ class Engines(ScriptedEngine):
     async def _tell(self) -> None:
         async with self.arrived:
             self.arrived.notify_all()
+
+    @property
+    def latest(self) -> Talk:
+        found = super().latest
+        assert isinstance(found, Talk)
+        return found
 
     async def next_request(self, number: int) -> Live:
         """The request of this number, from 1, once it has arrived."""
@@ -99,9 +118,9 @@ class Socket:
 
     async def closed(self) -> int | None:
         """Reads to the end; gives the close code."""
-        async with asyncio.timeout(WITHIN_S):
-            async for text in self.raw:
-                self.frames.append(json.loads(text))
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await self.next()
         return self.raw.close_code
 
     def of(self, generation: str) -> list[dict[str, Any]]:
@@ -144,7 +163,14 @@ class Server:
         return turn
 
     @asynccontextmanager
-    async def raw_socket(self, **options: Any) -> AsyncIterator[Socket]:
+    async def raw_socket(self, *, small: bool = False, **options: Any) -> AsyncIterator[Socket]:
+        """small: with little room for what is sent and not yet read."""
+        if small:
+            host, port = self.url.removeprefix("http://").split(":")
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+            connection.connect((host, int(port)))
+            options = {"sock": connection, "max_queue": 1, **options}
         url = self.url.replace("http", "ws", 1) + "/api/v1/ws"
         options = {"subprotocols": ["chat.v1"], "compression": None, "proxy": None, "max_size": None, **options}
         async with connect(url, **options) as raw:
@@ -179,6 +205,7 @@ async def serving(
     engine = engine or Engines()
     chosen = Settings(**{"data_dir": folder / "data", "shutdown_grace_s": 0, **settings})
     with bind("127.0.0.1", 0) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
         async with open_backend(chosen, loader or (lambda: engine), timing=timing) as backend:
             server = ChatServer(create_app(backend, pages), backend)
             running = asyncio.create_task(server.serve(sockets=[listening]))
