@@ -17,7 +17,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 from engine.config import DEFAULT_MODEL, EngineConfig, KVDtype, WeightsDtype
 
 PREFIX = "CHATD_"
-_CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL"})
+_OTHER_VARIABLES = ("CHATD_CONFIG", "CHATD_URL")
+_TEST_PREFIX = "CHATD_TEST_"
 """Variables that are no setting of the server."""
 
 Names = Annotated[tuple[str, ...], NoDecode]
@@ -200,9 +201,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
 def _environment() -> dict[str, tuple[str, Any]]:
     known = {PREFIX + name.upper(): name for name in Settings.model_fields}
     values = EnvSettingsSource(Settings)()
-    unknown = sorted(
-        key for key in os.environ if key.startswith(PREFIX) and key not in known and key not in _CLIENT_VARIABLES
-    )
+    others = [key for key in os.environ if key.startswith(PREFIX) and key not in known]
+    unknown = sorted(key for key in others if key not in _OTHER_VARIABLES and not key.startswith(_TEST_PREFIX))
     if unknown:
         raise SettingsError("\n".join(f"{key}: there is no such setting" for key in unknown))
     return {name: (key, values[name]) for key, name in known.items() if name in values}

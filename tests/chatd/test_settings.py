@@ -46,6 +46,11 @@ def test_flags_win_over_environment_over_file(home: Path, monkeypatch: pytest.Mo
     assert settings.allowed_origins == ("https://a.example", "http://b.example:8000")
 
 
+def test_variables_of_the_tests_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHATD_TEST_DATABASE_URL", "postgresql://postgres@127.0.0.1/test")
+    assert load_settings().port == 8000
+
+
 def test_a_named_file_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "one.toml").write_text("port = 11\n")
     (home / "two.toml").write_text("port = 12\n")

@@ -24,7 +24,7 @@ async def connect_postgres(url: URL) -> asyncpg.Connection:
         return await asyncpg.connect(url.set(drivername="postgresql").render_as_string(hide_password=False))
     except OSError as error:
         reason = f"no PostgreSQL at {url.host}:{url.port} (set CHATD_TEST_DATABASE_URL): {error}"
-        if os.environ.get("CHATD_REQUIRE_SERVICES") == "1":
+        if os.environ.get("CHATD_TEST_REQUIRE_SERVICES") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -28,8 +29,9 @@ class ServerProcess:
         data_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "chatd", "serve", "--port", str(self.port)]
         command += ["--data-dir", str(data_dir), "--models-dir", str(models_dir), *options]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("CHATD_")}
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self._wait_until_ready(timeout)
 
     def _wait_until_ready(self, timeout: float) -> None:

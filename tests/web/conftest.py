@@ -21,7 +21,7 @@ def chromium_path() -> str:
     found = named or next((path for path in map(shutil.which, CHROMIUM_NAMES) if path), None)
     if found is None:
         reason = f"no Chromium: set CHATD_TEST_CHROMIUM or install one of {', '.join(CHROMIUM_NAMES)}"
-        if os.environ.get("CHATD_REQUIRE_SERVICES") == "1":
+        if os.environ.get("CHATD_TEST_REQUIRE_SERVICES") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
     return found
