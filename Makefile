@@ -35,6 +35,7 @@ setup: $(VENV)/installed web/dist/index.html $(VENV)/model
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("chatd needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and the other packages: a minute or two ..."
 	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) --editable '.[dev]'
 	@touch $@

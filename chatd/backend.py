@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from chatd.ws.hub import Hub
 from chatd.ws.timing import SocketTiming
 from engine.api import EngineSnapshot
 from sessions import MemoryBroker, SessionService, Store, TurnService
+
+logger = logging.getLogger(__name__)
 
 
 class Tasks:
@@ -63,6 +66,8 @@ class Backend:
         if self.draining.is_set():
             return
         self.draining.set()
+        grace = self.settings.shutdown_grace_s
+        logger.info("shutting down: running answers get up to %g s; a second signal ends them at once", grace)
         self.engine.refuse()
         self.hub.announce_draining()
         calm: list[asyncio.Task[Any]] = [asyncio.create_task(self.engine.idle())]

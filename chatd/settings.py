@@ -143,7 +143,7 @@ class Settings(BaseSettings):
         for short, whole in _DRIVERS.items():
             if self.database_url.startswith(short):
                 return whole + self.database_url.removeprefix(short)
-        return self.database_url
+        return self.database_url  # with a driver named, or an error that the store explains
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -221,8 +221,14 @@ def _file(config: Path | None, data_dir: Path) -> dict[str, tuple[str, Any]]:
         raise SettingsError(f"{path} is not valid TOML: {error}") from None
     unknown = [name for name in values if name not in Settings.model_fields]
     if unknown:
-        raise SettingsError("\n".join(f"{path}: there is no setting {name}" for name in unknown))
+        raise SettingsError("\n".join(f"{path}: there is no setting {name}{_meant(name)}" for name in unknown))
     return {name: (f"{path}: {name}", value) for name, value in values.items()}
+
+
+def _meant(name: str) -> str:
+    """A flag's spelling, where that is what was written."""
+    spelled = name.removeprefix("--").replace("-", "_")
+    return f"; {spelled} is one" if spelled in Settings.model_fields else ""
 
 
 def _lines(error: ValidationError, merged: Mapping[str, tuple[str, Any]]) -> list[str]:

@@ -28,7 +28,8 @@ async def open_store(settings: Settings) -> Store:
     try:
         return await Store.open(url)
     except SessionsError as error:
-        raise CommandFailed(f"{error} ({plain_url(url)})") from error
+        cause = f": {error.__cause__}".splitlines()[0] if error.__cause__ is not None else ""
+        raise CommandFailed(f"{error} ({plain_url(url)}){cause}") from error
     except OSError as error:
         raise CommandFailed(f"the database {plain_url(url)} cannot be used: {error.strerror}") from error
     except SQLAlchemyError as error:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -365,6 +365,8 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         raise ModelError(
             f"a context of {context} tokens was asked for, but the model was made for {converted.config.context_length}"
         )
+    if converted.assets.chat_template is None:
+        log.warning("%s brings no chat template: a plain one is used", config.model)
     kv_dtype = _kv_dtype(config)
     shape = _kv_shape(config, converted, kv_dtype, context)
     codec = Codec(converted.assets)
@@ -379,11 +381,17 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         weights_dtype="int4" if config.dtype == "auto" else config.dtype,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         device="cpu",
-        default_params=codec.default_params,
+        default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
     )
     runner = ModelRunner(model, TorchAttention(shape))
     runner.warm_up(info.pool_tokens)
     return LocalEngine(info, codec, runner, cache, config)
+
+
+def _default_params(codec: Codec, limit: int) -> SamplingParams:
+    """The model's defaults, with a length that leaves three quarters of `limit` tokens to the conversation."""
+    params = codec.default_params
+    return params if params.max_tokens is None else replace(params, max_tokens=min(params.max_tokens, limit // 4))
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:

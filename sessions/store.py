@@ -59,7 +59,7 @@ class Store:
         elif url.drivername == "postgresql+asyncpg":
             engine = postgres_engine(url)
         else:
-            raise StorageUnusable("the database URL must start with sqlite+aiosqlite: or postgresql+asyncpg:")
+            raise StorageUnusable("a database URL is sqlite:///path or postgresql://user@host/name")
         async with AsyncExitStack() as undo:
             undo.push_async_callback(engine.dispose)
             with storage_errors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 
 from chatd.errors import ModelNotFound
 from chatd.openai.completion import Completion, Head
@@ -19,6 +20,10 @@ async def start_completion(asked: ChatCompletionRequest, engine: Engine, served:
     asked.refuse_unsupported()
     params = asked.sampling(engine.info.default_params)
     prompt = await asyncio.to_thread(engine.codec.prompt, asked.chat(), namespace=asked.namespace)
+    if asked.max_tokens is None and asked.max_completion_tokens is None and params.max_tokens is not None:
+        # The default length is no wish of the client's: it gives way to a prompt that leaves less.
+        left = engine.info.context_length - len(prompt.tokens)
+        params = replace(params, max_tokens=max(1, min(params.max_tokens, left)))
     number = secrets.token_hex(12)
     request = GenerateRequest(f"chatcmpl-{number}", prompt.tokens, params, asked.namespace)
     head = Head(request.id, served, int(time.time()))

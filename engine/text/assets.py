@@ -24,7 +24,7 @@ class ChatAssets:
 
     special_tokens: the names a template may use (bos_token, eos_token, ...) and their text. eos_ids: every id that the
     model's files name as an end. add_bos: plain text, outside a chat, begins with the bos token. sampling: the model's
-    own defaults among temperature and top_p.
+    own defaults among temperature, top_p and max_tokens.
     """
 
     tokenizer_json: str = field(repr=False)

@@ -112,7 +112,12 @@ class Codec:
         from engine.api import SamplingParams  # engine.api imports this package
 
         named = self._assets.sampling
-        return SamplingParams(temperature=named.get("temperature", 1.0), top_p=named.get("top_p", 1.0))
+        limit = named.get("max_tokens")
+        return SamplingParams(
+            temperature=named.get("temperature", 1.0),
+            top_p=named.get("top_p", 1.0),
+            max_tokens=None if limit is None else int(limit),
+        )
 
     def detokenizer(self) -> Detokenizer:
         """A new one, for one stream of ids."""

@@ -28,7 +28,7 @@ from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 SIZES_FILE = "sizes.json"
 
 

@@ -54,6 +54,16 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
     }
 
 
+async def test_the_default_length_gives_way_to_the_prompt(tmp_path: Path) -> None:
+    engine = Engines(context_length=40, reply=lambda request: "hé", default_params=SamplingParams(max_tokens=30))
+    async with serving(tmp_path, engine) as server:
+        answer = await server.http.post(URL, json=HELLO)
+        refused = await server.http.post(URL, json={**HELLO, "max_tokens": 30})
+    assert answer.status_code == 200
+    assert [live.request.params.max_tokens for live in engine.all] == [40 - USAGE["prompt_tokens"]]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize("include_usage", [True, False, None])
 async def test_chunks(tmp_path: Path, include_usage: bool | None) -> None:
     options = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}

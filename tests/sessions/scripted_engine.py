@@ -102,6 +102,7 @@ class ScriptedEngine:
         num_pages: int = 1024,
         max_waiting: int = 64,
         reply: Callable[[GenerateRequest], str] | None = None,
+        default_params: SamplingParams = SamplingParams(temperature=0.5),
     ) -> None:
         self._codec = codec or LettersCodec()
         self._info = EngineInfo(
@@ -114,7 +115,7 @@ class ScriptedEngine:
             weights_dtype="none",
             kv_dtype="none",
             device="test",
-            default_params=SamplingParams(temperature=0.5),
+            default_params=default_params,
         )
         self.reply = reply
         self.max_waiting = max_waiting
