@@ -187,6 +187,8 @@ def _field_error(error: Mapping[str, Any]) -> FieldError:
         loc = loc[1:]
     if error["type"] == "extra_forbidden":
         reason = "there is no such field"
+    elif error["type"] == "union_tag_invalid":
+        reason = "there is no such type"  # pydantic's own words would repeat what was sent
     elif error["type"] == "string_unicode":
         reason = "must not contain lone surrogates"
     else:

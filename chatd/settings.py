@@ -82,7 +82,11 @@ class Settings(BaseSettings):
     max_waiting: int = Field(64, ge=1, description="requests that may wait; more are refused with 503")
     prefix_cache: bool = Field(True, description="reuse what earlier prompts have computed")
     threads: int | None = Field(
-        None, ge=1, description="threads of the engine", json_schema_extra={"default_text": "one for each core"}
+        None,
+        ge=1,
+        le=1024,
+        description="threads of the engine",
+        json_schema_extra={"default_text": "one for each core"},
     )
     database_url: str | None = Field(
         None,

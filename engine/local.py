@@ -407,6 +407,11 @@ def _kv_shape(config: EngineConfig, converted: ConvertedModel, dtype: torch.dtyp
     token_bytes = c.kv_elements_per_token() * dtype.itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tokens = config.pool_tokens or min(8 * context, memory // 4 // token_bytes)
+    if tokens * token_bytes > memory:
+        needed, there = tokens * token_bytes / 2**30, memory / 2**30
+        raise ModelError(
+            f"a pool of {tokens} tokens takes {needed:.1f} GiB, and this machine has {there:.1f}: lower it"
+        )
     num_pages = tokens // config.page_size
     if num_pages < 1:
         raise ModelError(f"a pool of {tokens} tokens holds no page of {config.page_size} tokens")

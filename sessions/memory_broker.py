@@ -43,7 +43,10 @@ class MemoryBroker:
         return seq
 
     async def read(self, generation_id: str, after: int = 0) -> AsyncIterator[LoggedEvent]:
-        return self._log(generation_id).follow(after, self._merge_above)
+        log = self._log(generation_id)
+        if after > log.length:
+            raise LogGone(generation_id)  # the reader has seen a log that is not this one
+        return log.follow(after, self._merge_above)
 
     async def snapshot(self, generation_id: str) -> LogSnapshot:
         return self._log(generation_id).snapshot()
@@ -89,6 +92,10 @@ class _Log:
         self._events: list[LoggedEvent] = []
         self._text: list[str] = []
         self._changed = asyncio.Event()
+
+    @property
+    def length(self) -> int:
+        return len(self._events)
 
     @property
     def ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which database errors mean "try again": a lock held too long, a server that is away, a deadlock."""
+"""Which database errors mean "try again": a lock held too long, a full disk, a server that is away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from sessions.errors import StorageBusy
 
-_SQLITE_BUSY, _SQLITE_LOCKED = 5, 6
+_SQLITE_PASSING = (5, 6, 8, 10, 13)
+"""SQLite's primary result codes: busy, locked, read-only, I/O error, disk full."""
+
 _POSTGRES_BUSY = ("08", "40001", "40P01", "53", "55P03", "57P")
 """Prefixes of SQLSTATE: connection lost, serialization, deadlock, out of resources, lock timeout, shutdown."""
 
@@ -33,7 +35,7 @@ def _passing(error: DBAPIError) -> bool:
         return True
     cause: BaseException | None = error.orig
     while cause is not None:
-        if getattr(cause, "sqlite_errorcode", 0) & 0xFF in (_SQLITE_BUSY, _SQLITE_LOCKED):
+        if getattr(cause, "sqlite_errorcode", 0) & 0xFF in _SQLITE_PASSING:
             return True
         if (getattr(cause, "sqlstate", None) or "").startswith(_POSTGRES_BUSY):
             return True

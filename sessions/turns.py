@@ -67,6 +67,7 @@ class TurnService:
         self._autosave = Autosave(store, self._running, self._settings.save_interval)
         self._runner = TurnRunner(store, broker, self._settings.first_retry, self._settings.last_retry, sleep)
         self._beginning: set[asyncio.Task[Turn]] = set()
+        self._unwanted: set[asyncio.Task[None]] = set()
         self._closing = False
 
     @property
@@ -106,8 +107,13 @@ class TurnService:
         self._engine.check(len(plan.request.tokens), plan.request.params)
         beginning = asyncio.create_task(self._begin(plan))
         self._beginning.add(beginning)
-        beginning.add_done_callback(self._beginning.discard)
+        beginning.add_done_callback(self._begun)
         return await asyncio.shield(beginning)
+
+    def _begun(self, beginning: asyncio.Task[Turn]) -> None:
+        self._beginning.discard(beginning)
+        if not beginning.cancelled():
+            beginning.exception()  # a caller that went away does not ask for it
 
     async def _begin(self, plan: TurnPlan) -> Turn:
         """Writes and submits, both or neither: the engine refuses before the commit, a failed commit aborts."""
@@ -128,6 +134,9 @@ class TurnService:
         except BaseException:
             if events is not None:
                 self._engine.abort(gid)
+                unwanted = asyncio.create_task(_read_to_the_end(events))
+                self._unwanted.add(unwanted)
+                unwanted.add_done_callback(self._unwanted.discard)
                 self._running.pop(gid).ended.set()
                 await self._broker.drop(gid)
             raise
@@ -263,3 +272,9 @@ class TurnService:
             task.cancel()
         await asyncio.gather(*unsaved, return_exceptions=True)
         await self._autosave.stop()
+
+
+async def _read_to_the_end(events: AsyncIterator[Any]) -> None:
+    """Whoever counts the engine's requests has to see the end of an aborted one, too."""
+    async for _ in events:
+        pass

@@ -142,8 +142,9 @@ async def _respond(problem: Problem, path: str, request_id: str, send: Send) -> 
 
 async def _deny_socket(problem: Problem, path: str, request_id: str, send: Send) -> None:
     headers, body = _rendered(problem, path, request_id)
+    headers += [*_HEADERS, (b"x-request-id", request_id.encode())]
     await send({"type": "websocket.http.response.start", "status": problem.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
+    await send({"type": "websocket.http.response.body", "body": body, "more_body": False})
 
 
 def _rendered(problem: Problem, path: str, request_id: str) -> tuple[list[tuple[bytes, bytes]], bytes]:

@@ -103,7 +103,8 @@ class Encoder:
             text = text.rstrip()
         if not text:
             return []
-        ids: list[int] = self._tokenizers[start].encode(text, add_special_tokens=False).ids
+        # The batch call is the one that lets other threads run meanwhile: a text of a megabyte takes seconds.
+        ids: list[int] = self._tokenizers[start].encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
 

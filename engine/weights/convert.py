@@ -92,6 +92,8 @@ def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> Conver
 def _open(folder: Path) -> ConvertedModel:
     if json.loads((folder / SIZES_FILE).read_text(encoding="utf-8")) != _sizes(folder):
         raise ValueError(f"{folder} is not as it was written")
+    with safe_open(str(folder / "weights.safetensors"), framework="pt", device="cpu"):
+        pass  # the header can be read
     config = DecoderConfig.from_json(json.loads((folder / "model.json").read_text(encoding="utf-8")))
     return ConvertedModel(folder, config, ChatAssets.load(folder))
 

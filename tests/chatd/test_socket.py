@@ -152,6 +152,18 @@ async def test_resuming_after_the_end_gives_the_end_again(live: Server) -> None:
         assert (await socket.until("generation.done"))["seq"] == 2
 
 
+async def test_resuming_ahead_of_the_log_gives_the_stored_message(live: Server) -> None:
+    session = await live.session()
+    gid = (await live.start(session))["generation"]["id"]
+    live.engine.latest.admit()
+    async with live.raw_socket() as socket:
+        await socket.send(type="hello", data={"resume": [{"generation": gid, "last_seq": 1000}]})
+        await socket.until("resume.reset", generation=gid)
+    ahead = await live.http.get(f"/api/v1/generations/{gid}/events?after=1000")
+    assert (ahead.status_code, ahead.json()["code"]) == (410, "log_gone")
+    live.engine.latest.finish()
+
+
 async def test_resuming_what_is_gone_gives_the_stored_message(live: Server) -> None:
     session = await live.session()
     turn = await live.start(session)
@@ -261,6 +273,7 @@ BAD_FRAMES: list[tuple[Any, str]] = [
     (None, "invalid_input"),
     ({"type": "ping", "SECRET!": 1}, "invalid_input"),
     ({"type": "ping", "id": 7}, "invalid_input"),
+    ({"type": "SECRET" * 9000}, "invalid_input"),
     ({"type": "subscribe"}, "invalid_input"),
     ({"type": "subscribe", "session": 5}, "invalid_input"),
     ({"type": "subscribe", "session": "ses_SECRET"}, "not_found"),

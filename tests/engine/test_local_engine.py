@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.api import Admitted, Delta, Failed, Finished, GenerateRequest, Progress, Queued, SamplingParams
-from engine.errors import EngineStopped, InvalidRequest, QueueFull, RequestTooLong
+from engine.errors import EngineStopped, InvalidRequest, ModelError, QueueFull, RequestTooLong
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 from tests.support.generation import assert_same_tokens, generate, reference_greedy
@@ -137,6 +137,11 @@ async def test_what_cannot_fit_is_refused_at_once(
         await generate(engine, prompt(length), max_tokens=max_tokens)
     assert (caught.value.prompt_tokens, caught.value.limit, caught.value.what) == (length, limit, what)
     assert (await generate(engine, prompt(20), max_tokens=2)).ids  # and the engine goes on
+
+
+async def test_a_pool_beyond_the_memory_is_refused(start_engine: StartEngine) -> None:
+    with pytest.raises(ModelError, match=r"takes .* GiB, and this machine has"):
+        start_engine(pool_tokens=10**12)
 
 
 async def test_preempted_requests_end_with_the_same_tokens(

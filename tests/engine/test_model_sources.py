@@ -85,6 +85,15 @@ def test_a_damaged_copy_is_made_again(name: str, damage: str, tmp_path: Path) ->
     assert again.tensors()
 
 
+def test_a_copy_with_an_unreadable_header_is_made_again(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    weights = open_model(str(tmp_path / "model"), tmp_path / "models", "float32").folder / "weights.safetensors"
+    original = weights.read_bytes()
+    weights.write_bytes(original[:8] + b"?" * 200 + original[208:])
+    open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
+    assert weights.read_bytes() == original
+
+
 def test_copies_of_an_older_converter_are_removed(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama")
     copy = open_model(str(tmp_path / "model"), tmp_path / "models", "float32").folder

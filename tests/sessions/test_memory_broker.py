@@ -45,7 +45,6 @@ def spans(events: list[LoggedEvent]) -> list[tuple[int, int, str]]:
         (64, 0, [(1, 1, "started"), (2, 2, "a"), (3, 3, "b"), (4, 4, "c"), (5, 5, "done")]),
         (64, 3, [(4, 4, "c"), (5, 5, "done")]),
         (64, 5, []),
-        (64, 99, []),
         (64, -1, [(1, 1, "started"), (2, 2, "a"), (3, 3, "b"), (4, 4, "c"), (5, 5, "done")]),
         (1, 0, [(1, 1, "started"), (2, 4, "abc"), (5, 5, "done")]),
         (1, 2, [(3, 4, "bc"), (5, 5, "done")]),
@@ -54,6 +53,13 @@ def spans(events: list[LoggedEvent]) -> list[tuple[int, int, str]]:
 async def test_reading_from_anywhere(merge_above: int, after: int, expected: list[tuple[int, int, str]]) -> None:
     broker = await filled(MemoryBroker(merge_above=merge_above), "abc")
     assert spans(await read(broker, after)) == expected
+
+
+@pytest.mark.parametrize("after", [6, 99, 2**70])
+async def test_a_reader_that_is_ahead_has_seen_another_log(after: int) -> None:
+    broker = await filled(MemoryBroker(), "abc")
+    with pytest.raises(LogGone):
+        await broker.read("g", after)
 
 
 async def test_merged_deltas_keep_the_first_offset() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -171,12 +171,24 @@ async def test_an_engine_that_refuses_leaves_no_row(rig: Rig, error: Exception, 
     assert (await rig.sessions.get(OWNER, session.id)).title is None
 
 
+class Watched:
+    """Tells when a request's events have been read to the end."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def watch(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for event in events:
+            yield event
+        self.ended.set()
+
+
 async def test_a_commit_that_fails_aborts_the_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = await rig.session()
+    session, seen = await rig.session(), Watched()
     submit = rig.engine.submit
 
     def submit_then_lose_the_database(request: Any) -> Any:
-        events = submit(request)
+        events = seen.watch(submit(request))
         monkeypatch.setattr(rig.broker, "open", lose)
         return events
 
@@ -187,6 +199,7 @@ async def test_a_commit_that_fails_aborts_the_request(rig: Rig, monkeypatch: pyt
     with pytest.raises(StorageBusy):
         await rig.send(session, "hello")
     assert rig.engine.live == {}
+    await asyncio.wait_for(seen.ended.wait(), 5)
     monkeypatch.undo()
     await rig.ask(session, "again")
     assert [content for _, content, _ in await rig.texts(session)] == ["again", "fine"]

@@ -103,6 +103,23 @@ async def test_cut_line_goes_on_without_gap_or_double(page: Page, chat: ChatPage
     assert re.search(r'"last_seq":[1-9]', hellos[-1])
 
 
+async def test_a_stop_without_a_line_is_sent_when_it_is_back(page: Page, chat: ChatPage) -> None:
+    sockets: list[WebSocketRoute] = []
+
+    def relay(page_side: WebSocketRoute) -> None:
+        page_side.connect_to_server()
+        sockets.append(page_side)
+
+    await page.route_web_socket(re.compile("/api/v1/ws$"), relay)
+    session = await chat.open_session(params=ENDLESS)
+    await chat.send(STORY)
+    await chat.streaming_text()
+    await sockets[-1].close()
+    await chat.stop_button.click()
+    await chat.ended()
+    assert (await chat.stored_answer(session))["status"] == "cancelled"
+
+
 async def test_two_tabs_show_the_same_chat_live(context: BrowserContext, chat: ChatPage) -> None:
     session = await chat.open_session(params=ENDLESS)
     other = ChatPage(await context.new_page())

@@ -22,6 +22,8 @@ export class LiveLink {
   /** Sessions subscribed to on this connection, and the subscribe frames that wait for their ack. */
   readonly #subscribed = new Set<string>();
   readonly #subscribing = new Map<string, string>();
+  /** Generations to be stopped, until they have ended: a stop is sent again where the line was lost. */
+  readonly #stopping = new Set<string>();
 
   constructor(
     url: string,
@@ -55,6 +57,7 @@ export class LiveLink {
   }
 
   cancel(generation: string): void {
+    this.#stopping.add(generation);
     this.#socket.send({ type: "generation.cancel", generation });
   }
 
@@ -67,7 +70,9 @@ export class LiveLink {
     this.store.dispatch(...frames.map((frame): Action => ({ type: "frame", frame })));
     for (const frame of frames) {
       if (frame.type === "welcome") this.#welcomed();
-      else if (frame.type === "ack" && frame.re !== null) this.#answered(frame.re);
+      else if (frame.type === "generation.done" || frame.type === "generation.failed") {
+        this.#stopping.delete(frame.generation);
+      } else if (frame.type === "ack" && frame.re !== null) this.#answered(frame.re);
       else if (frame.type === "error" && frame.re !== undefined) {
         this.#answered(frame.re);
         this.handlers.troubled();
@@ -81,6 +86,7 @@ export class LiveLink {
     this.#subscribing.clear();
     this.#syncSubscriptions();
     for (const session of Object.keys(this.store.state.sends)) this.submit(session);
+    for (const generation of this.#stopping) this.cancel(generation);
     this.handlers.welcomed();
   }
 
