@@ -77,7 +77,9 @@ async def test_sockets_are_refused_before_they_open(live: Server, headers: dict[
     with pytest.raises(InvalidStatus) as refused:
         async with live.raw_socket(additional_headers=headers):
             pass
-    assert refused.value.response.status_code == status
+    answer = refused.value.response
+    assert (answer.status_code, answer.headers["x-content-type-options"]) == (status, "nosniff")
+    assert answer.headers["x-request-id"]
     assert json.loads(refused.value.response.body or b"")["code"] == "origin_not_allowed"
 
 
