@@ -75,11 +75,12 @@ def test_logits_equal_transformers(model_type: str, options: dict[str, Any], tmp
         torch.testing.assert_close(part, expected[start : start + count], atol=1e-4, rtol=0)
 
 
-def test_int4_stays_close_to_the_dense_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
+def test_narrow_weights_stay_close_to_the_dense_model(dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama", initializer_range=0.05)
-    dense, packed = (open_model(str(tmp_path / "model"), tmp_path / "models", dtype) for dtype in ("float32", "int4"))
+    dense, packed = (open_model(str(tmp_path / "model"), tmp_path / "models", name) for name in ("float32", dtype))
     exact, model = (Decoder(m.config, m.tensors()) for m in (dense, packed))
-    assert any(name.endswith(".int4") for name in packed.tensors())
+    assert any(name.endswith(".int4") for name in packed.tensors()) == (dtype == "int4")
     ids = torch.arange(3, 83)
     row = AttentionRow(1, np.arange(20, dtype=np.int32), 0, 80, 80)
     expected = logits(exact, attention_for(exact), ids, row)
