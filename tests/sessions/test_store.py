@@ -200,3 +200,17 @@ async def test_a_data_folder_is_made(tmp_path: Path) -> None:
     store = await Store.open(f"sqlite+aiosqlite:///{tmp_path}/a/b/chatd.db")
     await store.close()
     assert (tmp_path / "a/b/chatd.db").exists()
+
+
+async def test_a_full_disk_is_busy_storage_and_passes(tmp_path: Path) -> None:
+    store = await Store.open(f"sqlite+aiosqlite:///{tmp_path}/chatd.db")
+
+    async def write(pages: int) -> None:
+        async with store.write() as db:
+            await db.execute(text(f"PRAGMA max_page_count = {pages}"))
+            await db.execute(text("CREATE TABLE bulk AS SELECT randomblob(5000000) AS filler"))
+
+    with pytest.raises(StorageBusy):
+        await write(1)
+    await write(10**6)
+    await store.close()

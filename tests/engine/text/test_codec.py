@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from datetime import datetime
 
@@ -362,3 +364,22 @@ def test_continued_text(codecs: dict[str, Codec], text: str, rest: str) -> None:
 def test_every_family_says_the_hard_text(codecs: dict[str, Codec]) -> None:
     for codec in codecs.values():
         assert codec.decode(codec.encode(HARD)) == HARD
+
+
+def test_encoding_a_long_text_lets_other_threads_run(default_codec: Codec) -> None:
+    started, done = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        started.set()
+        default_codec.encode("1" * 300_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    started.wait()
+    turns = 0
+    while not done.is_set():
+        time.sleep(0)  # gives up the lock, and counts how often it comes back
+        turns += 1
+    thread.join()
+    assert turns > 50
