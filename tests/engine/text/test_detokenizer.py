@@ -94,7 +94,8 @@ def test_any_ids_in_any_portions(vocabulary: Vocabulary, ids: list[int], sizes: 
         start += size
         seen = b"".join(map(vocabulary.bytes_of, ids[:start])).decode(errors="replace").replace("\0", "\ufffd")
         so_far = "".join(deltas)
-        assert so_far in (seen, seen[:-1])  # at most one character is held back
+        # At most one character is held back; half a surrogate, were it the end, would be two U+FFFD.
+        assert so_far in (seen, seen[:-1], seen.removesuffix("\ufffd\ufffd"))
     deltas += [detokenizer.push(ids[start:]), detokenizer.flush()]
     assert "".join(deltas) == whole.decode(errors="replace").replace("\0", "\ufffd")
 
