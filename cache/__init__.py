@@ -1,9 +1,10 @@
 """Pages and prefixes of the KV pool: who may use which page, and which tokens it holds."""
 
-from cache.errors import CacheCorruption, CacheError, LeaseClosed, OutOfPages
+from cache.errors import CacheCorruption, CacheError, LeaseClosed, OutOfPages, PinLimit
 from cache.events import Cleared, Event, Removed, Resync, Stored
 from cache.lease import Lease, TailCopy
-from cache.miss import Miss
+from cache.miss import Miss, MissKind
+from cache.pins import Pin
 from cache.policies import PolicyName
 from cache.pool import PagePool
 from cache.prefix_cache import PrefixCache
@@ -20,9 +21,12 @@ __all__ = [
     "Lease",
     "LeaseClosed",
     "Miss",
+    "MissKind",
     "OutOfPages",
     "PageIds",
     "PagePool",
+    "Pin",
+    "PinLimit",
     "PolicyName",
     "PrefixCache",
     "Removed",

@@ -9,11 +9,12 @@ import numpy as np
 from cache.errors import CacheCorruption
 from cache.ledger import Ledger
 from cache.node import Node
+from cache.tree import TOKEN_BYTES
 
 
 def check_ledger(ledger: Ledger) -> None:
     """Costs O(pool + tree). Raises CacheCorruption with the first thing that does not add up."""
-    nodes = list(ledger.tree.walk_nodes())
+    nodes = list(ledger.tree.resident_nodes())
     _check_shape(ledger, nodes)
     _check_locks(ledger, nodes)
     _check_owners(ledger, nodes)
@@ -22,14 +23,17 @@ def check_ledger(ledger: Ledger) -> None:
 
 def _check_shape(ledger: Ledger, nodes: list[Node]) -> None:
     tree, size = ledger.tree, ledger.pool.page_size
-    _require({node.id: node for node in nodes} == tree.nodes, "the index of nodes and the tree differ")
+    width = size * TOKEN_BYTES
+    _require(len({node.id for node in nodes}) == len(nodes), "two nodes have one id")
     for namespace, root in tree.roots.items():
         _require(root.namespace == namespace and root.parent is None and not root.pages, "a root is no root")
         _require(bool(root.children) or root.locks > 0, f"the empty namespace {namespace!r} was kept")
     for node in [*tree.roots.values(), *nodes]:
         _require(len(node.tokens) == size * len(node.pages), f"node {node.id}: tokens do not fill its pages")
-        for key, child in node.children.items():
-            _require(child.key(size) == key, f"node {child.id} is filed under other tokens")
+        keys = {child.key(width) for child in node.children}
+        _require(len(keys) == len(node.children), f"two children of node {node.id} begin alike")
+        for child in node.children:
+            _require(node.child(child.key(width)) is child, f"node {child.id} is filed under other tokens")
             _require(child.parent is node and len(child.pages) > 0, f"node {child.id} is filed under a stranger")
             _require(child.namespace == node.namespace, f"node {child.id} is in another namespace")
     for node in nodes:
@@ -39,8 +43,9 @@ def _check_shape(ledger: Ledger, nodes: list[Node]) -> None:
 def _check_locks(ledger: Ledger, nodes: list[Node]) -> None:
     tree = ledger.tree
     held = Counter(lease._node.id for lease in ledger.leases)
+    held.update(node.id for node in ledger.pins.nodes())
     for node in [*nodes, *tree.roots.values()]:
-        expected = held[node.id] + sum(child.locks for child in node.children.values())
+        expected = held[node.id] + sum(child.locks for child in node.children)
         _require(node.locks == expected, f"node {node.id} has {node.locks} locks instead of {expected}")
     locked = sum(len(node.pages) for node in nodes if node.locks)
     resident = sum(len(node.pages) for node in nodes)

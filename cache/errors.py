@@ -15,6 +15,14 @@ class OutOfPages(CacheError):
         super().__init__(f"{needed} pages are needed, {free} are free and {evictable} evictable")
 
 
+class PinLimit(CacheError):
+    """All pins together would hold `wanted` pages, more than the `limit`. Nothing was changed."""
+
+    def __init__(self, wanted: int, limit: int) -> None:
+        self.wanted, self.limit = wanted, limit
+        super().__init__(f"{wanted} pages would be pinned, more than the limit of {limit}")
+
+
 class LeaseClosed(CacheError):
     """The lease was released: it names no pages any more."""
 

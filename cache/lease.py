@@ -10,7 +10,7 @@ import numpy as np
 from cache.errors import LeaseClosed
 from cache.events import Stored
 from cache.ledger import Ledger
-from cache.miss import Miss
+from cache.miss import Miss, MissKind
 from cache.node import Node
 from cache.tokens import PageIds, Tokens, as_tokens
 from cache.tree import Holder
@@ -174,7 +174,7 @@ class Lease:
             pages,
             cached_tokens=self._committed,
             known_tokens=self._known,
-            miss=Miss.TAIL if tail else Miss.NONE,
+            miss=Miss(MissKind.TAIL if tail else MissKind.NONE),
             holder=self._holder,
             uncounted=None,
             tail_copy=tail_copy,
@@ -217,7 +217,7 @@ class Lease:
                 stored = Stored(self._namespace, parent, fresh.copy(), np.frombuffer(rest, np.int32))
                 ledger.events.add(stored, len(fresh))
         if not self._holder.cold:
-            tree.touch(tree.path(node))
+            tree.touch(tree.path(node), self._holder)
         self._node, self._committed = node, end
 
     def _append(self, pages: PageIds) -> None:

@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from cache.node import Node
 
-PolicyName: TypeAlias = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"]
+PolicyName: TypeAlias = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "turns"]
 
 
 class Policy(Protocol):
     """Told what happens in the tree, asked for victims. A candidate is a node without children that no lease holds.
 
-    The tree keeps `stamp` and `priority`; `hits`, `born` and `entry` are the policy's own.
+    The tree keeps `stamp`, `known` and `priority`; `hits`, `born` and `entry` are the policy's own.
     """
 
     def inserted(self, node: Node) -> None:
@@ -91,15 +91,43 @@ class HeapPolicy:
         return node.entry is not None
 
 
-_KEYS: Mapping[PolicyName, Callable[[Node], Any]] = MappingProxyType(
+class TurnsPolicy(HeapPolicy):
+    """lru in which conversations under way stay longer than those that may be over after their first turn.
+
+    A later turn asks mostly for what the cache knows, a first turn mostly for what is new, and later turns are the
+    more likely to be followed by another one. So a use counts as if it came later: by as long as pages last now,
+    measured on the victims, times the share of the prompt that was known. What was evicted and is asked for again was
+    known too. There is nothing to tune.
+    """
+
+    MEASURED_VICTIMS = 100
+
+    def __init__(self) -> None:
+        super().__init__(self._due)
+        self._newest = 0
+        self._lifetime = 0.0
+
+    def victim(self) -> Node | None:
+        node = super().victim()
+        if node is not None and node.stamp > 0:
+            self._lifetime += (self._newest - node.stamp - self._lifetime) / self.MEASURED_VICTIMS
+        return node
+
+    def _due(self, node: Node) -> float:
+        self._newest = max(self._newest, node.stamp)
+        return node.stamp + node.known * self._lifetime
+
+
+_POLICIES: Mapping[PolicyName, Callable[[], Policy]] = MappingProxyType(
     {
-        "lru": lambda node: node.stamp,
-        "lfu": lambda node: (node.hits, node.stamp),
-        "fifo": lambda node: node.born,
-        "mru": lambda node: -node.stamp,
-        "filo": lambda node: -node.born,
-        "slru": lambda node: (node.hits >= 2, node.stamp),
-        "priority": lambda node: (node.priority, node.stamp),
+        "lru": lambda: HeapPolicy(lambda node: node.stamp),
+        "lfu": lambda: HeapPolicy(lambda node: (node.hits, node.stamp)),
+        "fifo": lambda: HeapPolicy(lambda node: node.born),
+        "mru": lambda: HeapPolicy(lambda node: -node.stamp),
+        "filo": lambda: HeapPolicy(lambda node: -node.born),
+        "slru": lambda: HeapPolicy(lambda node: (node.hits >= 2, node.stamp)),
+        "priority": lambda: HeapPolicy(lambda node: (node.priority, node.stamp)),
+        "turns": TurnsPolicy,
     }
 )
 
@@ -109,7 +137,8 @@ def make_policy(name: PolicyName) -> Policy:
 
     lru: least recently used. lfu: fewest hits, then lru. fifo, filo: oldest, newest node. mru: most recently used.
     slru: lru among nodes with fewer than two hits, then among the rest. priority: lowest, then lru.
+    turns: lru, with a head start for conversations under way.
     """
-    if name not in _KEYS:
+    if name not in _POLICIES:
         raise ValueError(f"no eviction policy {name!r}; there are {', '.join(get_args(PolicyName))}")
-    return HeapPolicy(_KEYS[name])
+    return _POLICIES[name]()

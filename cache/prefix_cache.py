@@ -11,8 +11,9 @@ from cache.check import check_ledger
 from cache.events import Event
 from cache.lease import Lease
 from cache.ledger import Ledger
-from cache.miss import Miss
-from cache.node import Node
+from cache.lookup import explain_miss
+from cache.miss import MissKind
+from cache.pins import Pin
 from cache.policies import PolicyName
 from cache.pool import PagePool
 from cache.stats import CacheStats, Usage
@@ -25,8 +26,9 @@ class PrefixCache:
     """Finds, keeps and evicts prefixes of token sequences in the pages of a pool, which must be its own.
 
     One thread makes the calls; what they return may go to any thread. Order of use is an internal counter; `clock`
-    (seconds) only measures how long evicted pages lay idle. Events are kept, up to `max_event_pages` pages in all
-    (None: as many as the pool has), until they are drained.
+    (seconds) ends pins, and measures how long pages lay idle. Events are kept, up to `max_event_pages` pages in all
+    (None: as many as the pool has), until they are drained. Pins hold at most `max_pinned_pages` (None: a quarter of
+    the pool).
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class PrefixCache:
         policy: PolicyName = "lru",
         clock: Callable[[], float] = time.monotonic,
         max_event_pages: int | None = None,
+        max_pinned_pages: int | None = None,
     ) -> None:
-        self._ledger = Ledger(pool, policy, clock, max_event_pages)
+        pinned = pool.num_pages // 4 if max_pinned_pages is None else max_pinned_pages
+        self._ledger = Ledger(pool, policy, clock, max_event_pages, pinned)
 
     def acquire(
         self,
@@ -58,20 +62,22 @@ class PrefixCache:
         tree = self._ledger.tree
         data = self._whole_pages(ids, limit)
         node, found = tree.settle(tree.walk(tree.root(namespace), data))
+        cached = found * tree.page_size
+        miss = explain_miss(tree, node, ids, len(data) // ids.itemsize, cached, limit)
+        known = 1.0 if miss.kind is MissKind.EVICTED else cached / max(1, len(ids))
+        holder = Holder(owner, priority, known)
         path = tree.path(node)
-        holder = Holder(owner, priority)
         tree.lock(path, holder)
-        tree.touch(path)
+        tree.touch(path, holder)
         for step in path:
             tree.policy.hit(step)
-        cached = found * tree.page_size
         return Lease(
             self._ledger,
             node,
             np.frombuffer(b"".join(step.pages for step in path), np.int32),
             cached_tokens=cached,
             known_tokens=cached,
-            miss=self._miss(ids, data, node, cached),
+            miss=miss,
             holder=holder,
             uncounted=len(ids) if record else None,
         )
@@ -89,12 +95,44 @@ class PrefixCache:
         """Frees up to `n_pages` evictable pages, and returns them in the order in which they went."""
         return self._ledger.evict(n_pages)
 
+    def evict_node(self, node: int) -> list[int]:
+        """Frees what nobody holds of a node (an id from `tree`) and all below it, and returns it, children first."""
+        return self._ledger.evict_node(node)
+
     def close(self, owner: str) -> list[int]:
-        """Frees the pages that only `owner` has ever used and that nobody holds, and returns them, children first."""
+        """Frees the pages that only `owner` has ever used and that nobody holds, and returns them, children first.
+
+        Ends the owner's pin.
+        """
         return self._ledger.close_owner(owner)
 
+    def pin(self, owner: str, tokens: Tokens, *, seconds: float, namespace: str = "") -> Pin:
+        """Keeps what is cached of `tokens`, whole pages, from eviction for `seconds`; replaces the owner's earlier pin.
+
+        A pin is no use: it stamps and counts nothing. When its time is over its pages go by their place in the order,
+        as soon as room is needed. Raises PinLimit, and leaves everything as it was, where all pins together would hold
+        more than they may.
+        """
+        tree = self._ledger.tree
+        node, _ = tree.settle(tree.walk(tree.root(namespace), self._whole_pages(as_tokens(tokens), None)))
+        return self._ledger.pins.add(owner, node, seconds)
+
+    def unpin(self, owner: str) -> None:
+        """Ends the owner's pin, if there is one."""
+        self._ledger.pins.end(owner)
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The pins that hold pages now."""
+        return self._ledger.pins.read()
+
+    def owners(self) -> dict[str, int]:
+        """For every owner the pages that `close` would free if nobody held them, in O(nodes with an owner)."""
+        owned = self._ledger.tree.owned
+        return {owner: sum(len(node.pages) for node in nodes) for owner, nodes in owned.items()}
+
     def reset(self) -> bool:
-        """Empties the cache. False, and nothing changed, while any lease is open."""
+        """Empties the cache and ends all pins. False, and nothing changed, while any lease is open."""
         return self._ledger.clear()
 
     def check(self) -> None:
@@ -116,24 +154,13 @@ class PrefixCache:
     def tree(self, node: int | None = None, depth: int = 2, limit: int = 100) -> TreeNode | None:
         """A copy of the tree from `node` (an id from an earlier copy; None: all namespaces) `depth` levels down.
 
-        At most `limit` nodes, breadth first. None when the node is there no more.
+        At most `limit` nodes, breadth first. None when the node is there no more. Costs O(nodes), for the sums over
+        all that is not shown.
         """
-        return copy_tree(self._ledger.tree, node, depth, limit)
+        return copy_tree(self._ledger, node, depth, limit)
 
     def _whole_pages(self, ids: TokenIds, limit: int | None) -> bytes:
         if limit is not None and limit < 0:
             raise ValueError("limit must not be negative")
         length = len(ids) if limit is None else min(limit, len(ids))
         return ids[: length - length % self._ledger.pool.page_size].tobytes()
-
-    def _miss(self, ids: TokenIds, data: bytes, node: Node, cached: int) -> Miss:
-        size = self._ledger.pool.page_size
-        if cached == len(ids):
-            return Miss.NONE
-        if cached * ids.itemsize == len(data):
-            return Miss.TAIL if cached == len(ids) - len(ids) % size else Miss.LIMIT
-        if self._ledger.tree.ghosts.has(node, ids[cached : cached + size].tobytes()):
-            return Miss.EVICTED
-        if cached == 0:
-            return Miss.NEW
-        return Miss.DIVERGED if node.children else Miss.EXTENDS

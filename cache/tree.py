@@ -28,26 +28,29 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """On whose behalf nodes are locked. `cold`: what it stores enters at the cold end of the order."""
+    """On whose behalf nodes are locked. `known` is the share of its prompt that the cache held or had held before.
+
+    `cold`: what it stores enters at the cold end of the order.
+    """
 
     owner: str | None
-    priority: int
+    priority: int = 0
+    known: float = 0.0
     cold: bool = False
 
 
 class PrefixTree:
     """Nodes, locks, recency and page counts. It moves no page: what it drops, it returns.
 
-    Sequences are the bytes of int32 tokens, whole pages only.
+    Sequences are the bytes of int32 tokens, whole pages only. The last `remembered` places of eviction are known.
     """
 
-    def __init__(self, page_size: int, policy: Policy, clock: Callable[[], float]) -> None:
+    def __init__(self, page_size: int, policy: Policy, clock: Callable[[], float], remembered: int) -> None:
         self.page_size = page_size
         self.policy = policy
         self.roots: dict[str, Node] = {}
-        self.nodes: dict[int, Node] = {}
         self.owned: dict[str, set[Node]] = {}
-        self.ghosts = Ghosts()
+        self.ghosts = Ghosts(remembered)
         self.locked_pages = 0
         self.evictable_pages = 0
         self._clock = clock
@@ -68,7 +71,7 @@ class PrefixTree:
         """Follows `data` down from the end of `node` as far as the tree spells it. Changes nothing."""
         width, position, end = self._width, 0, len(data)
         while position < end:
-            child = node.children.get(data[position : position + width])
+            child = node.child(data[position : position + width])
             if child is None:
                 break
             size = len(child.pages) * width
@@ -119,15 +122,15 @@ class PrefixTree:
                 self.evictable_pages += size
                 if step.evictable_leaf:
                     self.policy.unlocked(step)
-                elif step.parent is None and not step.children:
+                elif step.parent is None and step.childless:
                     del self.roots[step.namespace]
             step = step.parent
 
-    def touch(self, nodes: list[Node]) -> None:
+    def touch(self, nodes: list[Node], holder: Holder) -> None:
         """Stamps held nodes as used now."""
         stamp, seconds = next(self._warm_stamps), self._clock()
         for node in nodes:
-            node.stamp, node.used_at = stamp, seconds
+            node.stamp, node.used_at, node.known = stamp, seconds, holder.known
 
     def append(self, node: Node, own: Node | None, data: bytes, pages: bytes, holder: Holder) -> Node:
         """Stores held pages behind `node`, and returns the node that ends with them, held.
@@ -136,15 +139,14 @@ class PrefixTree:
         that all pages of a node always have the same past.
         """
         untouched = node is own and node.locks == 1 and node.hits == 0 and node.owner == holder.owner
-        if untouched and not node.children and not holder.cold:
+        if untouched and node.childless and not holder.cold:
             leaf = node
         else:
             leaf = Node(next(self._ids), node.namespace, node, array("i"), array("i"), locks=1)
             leaf.priority, leaf.owner = holder.priority, holder.owner
             if holder.cold:
                 leaf.stamp, leaf.used_at = next(self._cold_stamps), self._clock()
-            node.children[data[: self._width]] = leaf
-            self.nodes[leaf.id] = leaf
+            node.adopt(data[: self._width], leaf)
             if leaf.owner is not None:
                 self.owned.setdefault(leaf.owner, set()).add(leaf)
             self.policy.inserted(leaf)
@@ -156,23 +158,28 @@ class PrefixTree:
     def trim(self, n_pages: int) -> tuple[array[int], float]:
         """Drops up to `n_pages` evictable pages, one by one from the end of the policy's victims.
 
-        Returns them in that order, and the seconds since their last use, summed over the pages.
+        Returns them in that order, and the seconds since their last use, summed over the pages. Of a path that goes
+        page by page only the last cut is remembered: no look-up can come to the earlier ones.
         """
         freed, idle, now = array("i"), 0.0, self._clock()
+        cut: tuple[Node, bytes] | None = None
         while len(freed) < n_pages and (node := self.policy.victim()) is not None:
-            size = min(n_pages - len(freed), len(node.pages))
-            tail = node.pages[-size:]
-            tail.reverse()
-            freed.extend(tail)
-            idle += size * max(0.0, now - node.used_at)
-            kept = len(node.pages) - size
+            if cut is not None and cut[0] is not node:
+                self.ghosts.add(*cut)
+            kept = max(0, len(node.pages) - n_pages + len(freed))
+            going = node.pages[kept:] if kept else node.pages
+            going.reverse()
+            freed.extend(going)
+            idle += len(going) * (now - node.used_at)
             if kept == 0:
-                self.ghosts.add(*self._remove(node))
+                cut = self._remove(node)
             else:
-                self.ghosts.add(node, node.tokens[kept * self.page_size :][: self.page_size].tobytes())
-                del node.pages[kept:]
-                del node.tokens[kept * self.page_size :]
-                self.evictable_pages -= size
+                first = kept * self.page_size
+                cut = node, node.tokens[first : first + self.page_size].tobytes()
+                del node.pages[kept:], node.tokens[first:]
+                self.evictable_pages -= len(going)
+        if cut is not None:
+            self.ghosts.add(*cut)
         return freed, idle
 
     def drop_owned(self, owner: str) -> array[int]:
@@ -185,26 +192,42 @@ class PrefixTree:
                 node, _ = self._remove(node)
         return freed
 
-    def walk_nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
-        stack = list(self.roots.values())
+    def drop_below(self, top: Node) -> array[int]:
+        """Drops what nobody holds of `top` and everything below it, and returns its pages, children first."""
+        freed = array("i")
+        for node in reversed(list(self.walk_nodes(top))):
+            if node.evictable_leaf:
+                freed.extend(reversed(node.pages))
+                self._remove(node)
+        return freed
+
+    def find(self, node_id: int) -> Node | None:
+        """The node or root of that id, in O(nodes)."""
+        nodes = (node for root in self.roots.values() for node in self.walk_nodes(root))
+        return next((node for node in nodes if node.id == node_id), None)
+
+    def walk_nodes(self, top: Node) -> Iterator[Node]:
+        """`top` and every node below it, parents first."""
+        stack = [top]
         while stack:
             node = stack.pop()
-            if node.parent is not None:
-                yield node
-            stack.extend(node.children.values())
+            yield node
+            stack.extend(node.children)
+
+    def resident_nodes(self) -> Iterator[Node]:
+        """Every node that has pages, parents first."""
+        return (node for root in self.roots.values() for node in self.walk_nodes(root) if node.parent is not None)
 
     def _split(self, node: Node, n_pages: int) -> Node:
         """Moves the first pages of `node` into a new parent. `node` stays the deep end: leases on it stay right."""
         assert node.parent is not None
         cut = n_pages * self.page_size
         upper = Node(next(self._ids), node.namespace, node.parent, node.tokens[:cut], node.pages[:n_pages])
-        upper.locks, upper.stamp, upper.used_at = node.locks, node.stamp, node.used_at
-        upper.priority, upper.owner = node.priority, node.owner
-        node.parent.children[node.key(self.page_size)] = upper
+        upper.stamp, upper.used_at, upper.known = node.stamp, node.used_at, node.known
+        upper.locks, upper.priority, upper.owner = node.locks, node.priority, node.owner
+        node.parent.adopt(node.key(self._width), upper)
         node.parent, node.tokens, node.pages = upper, node.tokens[cut:], node.pages[n_pages:]
-        upper.children[node.key(self.page_size)] = node
-        self.nodes[upper.id] = upper
+        upper.adopt(node.key(self._width), node)
         if upper.owner is not None:
             self.owned[upper.owner].add(upper)
         self.policy.split(upper, node)
@@ -212,18 +235,18 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> tuple[Node, bytes]:
         """Takes an evictable leaf out of the tree. Returns its parent and the key it was filed under."""
-        parent, key = node.parent, node.key(self.page_size)
+        parent, key = node.parent, node.key(self._width)
         assert parent is not None
-        del parent.children[key]
-        del self.nodes[node.id]
+        parent.drop(key)
         if node.owner is not None:
             self._disown(node)
         self.evictable_pages -= len(node.pages)
         self.policy.removed(node)
-        if parent.evictable_leaf:
-            self.policy.unlocked(parent)
-        elif parent.parent is None and parent.locks == 0 and not parent.children:
-            del self.roots[parent.namespace]
+        if parent.childless and parent.locks == 0:
+            if parent.parent is not None:
+                self.policy.unlocked(parent)
+            else:
+                del self.roots[parent.namespace]
         return parent, key
 
     def _disown(self, node: Node) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from chatd import chatd_version
-from chatd.commands import chat, db, pull, serve
+from chatd.commands import bench, chat, db, pull, serve
 from chatd.failure import CommandFailed
 from chatd.settings import SettingsError
 
@@ -18,7 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"chatd {chatd_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for command in (serve, chat, pull, db):
+    for command in (serve, chat, pull, db, bench):
         command.add_parser(commands)
     return parser
 

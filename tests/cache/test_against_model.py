@@ -13,9 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache import Cleared, Lease, LeaseClosed, OutOfPages, PagePool, PrefixCache, Removed, Resync, Stored
+from cache import Cleared, Lease, LeaseClosed, OutOfPages, PagePool, PinLimit, PrefixCache, Removed, Resync, Stored
 
 NUM_PAGES = 14
+MAX_PINNED = 5
 NAMESPACES = ["", "a"]
 OWNERS = [None, "ann", "bob"]
 Path = tuple[str, tuple[int, ...]]
@@ -41,6 +42,13 @@ class Running:
     counts: bool
     asked: int
     cold: bool = False
+
+
+@dataclass
+class Pinned:
+    namespace: str
+    ends: list[tuple[int, ...]]
+    expires: int
 
 
 @dataclass
@@ -74,7 +82,8 @@ class CacheWalk(RuleBasedStateMachine):
         self.page_size, self.alphabet = page_size, alphabet
         self.running: list[Running] = []
         self.pool = Watched(self.running).guard(PagePool(NUM_PAGES, page_size))
-        self.cache = PrefixCache(self.pool)
+        self.now, self.pins = 0, dict[str, Pinned]()
+        self.cache = PrefixCache(self.pool, clock=lambda: self.now, max_pinned_pages=MAX_PINNED)
         self.records: dict[Path, Record] = {}
         self.warm = self.cold = 0
         self.seen: list[list[int]] = [[]]
@@ -98,7 +107,14 @@ class CacheWalk(RuleBasedStateMachine):
         return [tuple(tokens[:stop]) for stop in range(start + self.page_size, end + 1, self.page_size)]
 
     def held(self) -> set[Path]:
-        return {(run.namespace, end) for run in self.running for end in self.ends(run.tokens, 0, run.committed)}
+        leased = {(run.namespace, end) for run in self.running for end in self.ends(run.tokens, 0, run.committed)}
+        return leased | self.pinned()
+
+    def pinned(self, besides: str | None = None) -> set[Path]:
+        return {(pin.namespace, end) for owner, pin in self.pins.items() if owner != besides for end in pin.ends}
+
+    def end_old_pins(self) -> None:
+        self.pins = {owner: pin for owner, pin in self.pins.items() if pin.expires > self.now}
 
     def candidates(self) -> list[Path]:
         inner = {(namespace, end[: -self.page_size]) for namespace, end in self.records}
@@ -201,6 +217,8 @@ class CacheWalk(RuleBasedStateMachine):
 
     def take(self, run: Running, wanted: int, may_evict: bool) -> bool:
         missing = max(0, -(-wanted // self.page_size) - len(run.table))
+        if missing > self.model_free():
+            self.end_old_pins()
         evictable = len(self.records) - len(self.held())
         if missing > self.model_free() + (evictable if may_evict else 0):
             with pytest.raises(OutOfPages) as refusal:
@@ -259,6 +277,8 @@ class CacheWalk(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         run = self.pick(data)
         full, tail = run.committed // self.page_size, run.known - run.committed
+        if tail and self.model_free() == 0:
+            self.end_old_pins()
         if tail and self.model_free() == 0 and len(self.records) == len(self.held()):
             with pytest.raises(OutOfPages):
                 run.lease.fork()
@@ -286,6 +306,7 @@ class CacheWalk(RuleBasedStateMachine):
 
     @rule(n_pages=st.integers(0, 5))
     def evict(self, n_pages: int) -> None:
+        self.end_old_pins()
         evictable = len(self.records) - len(self.held())
         expected = self.model_evict(n_pages)
         assert self.cache.evict(n_pages) == expected
@@ -294,6 +315,7 @@ class CacheWalk(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS[1:]))
     def close(self, owner: str) -> None:
         expected = []
+        self.pins.pop(owner, None)
         while mine := [path for path in self.candidates() if self.records[path].owner == owner]:
             expected += [self.records.pop(path).page for path in mine]
         assert sorted(self.cache.close(owner)) == sorted(expected)
@@ -305,6 +327,45 @@ class CacheWalk(RuleBasedStateMachine):
         elif often == 7:
             assert self.cache.reset() is True
             self.records.clear()
+            self.pins.clear()
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), owner=st.sampled_from(OWNERS[1:]))
+    def pin(self, data: st.DataObject, namespace: str, owner: str) -> None:
+        tokens, seconds = self.draw_tokens(data), data.draw(st.integers(1, 4))
+        ends = self.ends(tokens, 0, self.match(namespace, tokens, len(tokens)))
+        self.end_old_pins()
+        if len(self.pinned(besides=owner) | {(namespace, end) for end in ends}) > MAX_PINNED:
+            with pytest.raises(PinLimit):
+                self.cache.pin(owner, tokens, seconds=seconds, namespace=namespace)
+            return
+        assert self.cache.pin(owner, tokens, seconds=seconds, namespace=namespace).n_pages == len(ends)
+        self.use(namespace, ends, owner, None)
+        self.pins.pop(owner, None)
+        if ends:
+            self.pins[owner] = Pinned(namespace, ends, self.now + seconds)
+
+    @rule(owner=st.sampled_from(OWNERS[1:]))
+    def unpin(self, owner: str) -> None:
+        self.cache.unpin(owner)
+        self.pins.pop(owner, None)
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def evict_node(self, data: st.DataObject) -> None:
+        tree = self.cache._ledger.tree
+        nodes = list(tree.resident_nodes())
+        node = nodes[data.draw(st.integers(0, len(nodes) - 1))]
+        assert node.parent is not None
+        start = tuple(token for step in tree.path(node.parent) for token in step.tokens)
+        start += tuple(node.tokens[: self.page_size])
+        self.end_old_pins()
+        below = [path for path in self.records if path[0] == node.namespace and path[1][: len(start)] == start]
+        expected = [self.records.pop(path).page for path in set(below) - self.held()]
+        assert sorted(self.cache.evict_node(node.id)) == sorted(expected)
 
     @rule(data=st.data(), namespace=st.sampled_from([*NAMESPACES, "nobody's"]))
     def look(self, data: st.DataObject, namespace: str) -> None:
@@ -319,6 +380,8 @@ class CacheWalk(RuleBasedStateMachine):
         for run in self.running:
             run.lease.release()
         self.running.clear()
+        for owner in OWNERS[1:]:
+            self.unpin(owner)
         assert self.cache.evict(NUM_PAGES) == self.model_evict(NUM_PAGES)
         assert self.cache.usage.free == NUM_PAGES
         self.cache.check()
@@ -334,6 +397,11 @@ class CacheWalk(RuleBasedStateMachine):
         assert usage.total == NUM_PAGES
         stats = self.cache.stats
         assert {name: getattr(stats, name) for name in self.counted} == self.counted
+        owners = {record.owner for record in self.records.values()} - {None}
+        assert self.cache.owners() == {
+            owner: sum(record.owner == owner for record in self.records.values()) for owner in owners
+        }
+        assert {pin.owner: pin.n_pages for pin in self.cache.pins} == {o: len(p.ends) for o, p in self.pins.items()}
 
     @invariant()
     def tables_agree(self) -> None:

@@ -15,6 +15,7 @@ ORDERS = [
     ("filo", "dcba"),
     ("slru", "cbda"),
     ("priority", "dacb"),
+    ("turns", "cdab"),
 ]
 PRIORITY = {"a": 0, "b": 2, "c": 1, "d": 0}
 
@@ -54,6 +55,34 @@ def test_held_and_inner_nodes_are_never_victims(policy, store):
     held.release()
     assert len(cache.evict(20)) == 3
     cache.check()
+
+
+def test_turns_keeps_conversations_under_way(store):
+    """Both were used for the last time in one round; the one that found most of its prompt is the later turn."""
+    cache = PrefixCache(PagePool(40, 1), "turns")
+    store(cache, range(10))
+    for first in range(100, 1100, 10):
+        store(cache, range(first, first + 10))
+    store(cache, range(1090, 1102))
+    store(cache, range(2000, 2012))
+    cache.evict(16)
+    assert [cache.match_length(range(start, start + 10)) for start in (1090, 2000)] == [10, 10]
+    cache.evict(12)
+    assert [cache.match_length(range(start, start + 10)) for start in (1090, 2000)] == [10, 0]
+
+
+def test_turns_lets_background_work_go_first(store):
+    cache = PrefixCache(PagePool(12, 1), "turns")
+    for first in range(0, 1000, 10):
+        store(cache, range(first, first + 10))
+    cache.evict(10)
+    store(cache, [1, 2])
+    lease = cache.acquire([1, 2, 3, 4])
+    lease.reserve(4, may_evict=False)
+    lease.commit([1, 2, 3, 4])
+    lease.release()
+    cache.evict(2)
+    assert cache.match_length([1, 2, 3, 4]) == 2
 
 
 def test_an_unknown_policy_is_named():

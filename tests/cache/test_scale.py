@@ -51,6 +51,23 @@ def test_the_tree_keeps_no_array_of_a_request_alive():
     assert gone() is None
 
 
+def test_bytes_per_node_of_a_single_page(store):
+    length = 2000
+    cache, tokens = PrefixCache(PagePool(length, 1), max_event_pages=0), np.arange(length, dtype=np.int32)
+    tracemalloc.start()
+    store(cache, tokens)
+    for limit in range(length - 1, 0, -1):
+        cache.acquire(tokens, limit=limit).release()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size / length < 520
+
+
+def corrupt_pin(cache, node):
+    cache.pin("ann", [1], seconds=9)
+    cache._ledger.pins._held.clear()
+
+
 def corrupt_locks(cache, node):
     node.locks += 1
 
@@ -72,7 +89,7 @@ def corrupt_counters(cache, node):
 
 
 def corrupt_parent(cache, node):
-    node.parent = next(iter(node.children.values()), None)
+    node.parent = next(iter(node.children), None)
 
 
 def corrupt_owner(cache, node):
@@ -98,6 +115,7 @@ def corrupt_table(cache, node):
 @pytest.mark.parametrize(
     "corrupt",
     [
+        corrupt_pin,
         corrupt_locks,
         corrupt_tokens,
         corrupt_pages,
@@ -117,6 +135,6 @@ def test_check_finds(corrupt, store):
     store(cache, [7, 8])
     cache.acquire([7])
     cache.check()
-    corrupt(cache, cache._ledger.tree.roots[""].children[np.int32(1).tobytes()])
+    corrupt(cache, cache._ledger.tree.roots[""].child(np.int32(1).tobytes()))
     with pytest.raises(CacheCorruption):
         cache.check()

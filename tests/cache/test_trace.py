@@ -31,3 +31,23 @@ def test_share_of_blocks_found_under_lru(requests, store, blocks, share, without
     assert round(sum(max(0, n - 1) for n in found) / (total - len(requests)), 4) == without_first
     assert (cache.stats.query_tokens, cache.stats.hit_tokens) == (total, sum(found))
     cache.check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [
+        ("turns", 0.1165),
+        ("lfu", 0.1141),
+        ("fifo", 0.1090),
+        ("mru", 0.0872),
+        ("filo", 0.0872),
+        ("slru", 0.1073),
+        ("priority", 0.1088),
+    ],
+)
+def test_share_of_blocks_found_in_5000_under_other_policies(requests, store, policy, share):
+    cache = PrefixCache(PagePool(5000, 1), policy)
+    for request in requests:
+        store(cache, request)
+    assert round(cache.stats.hit_rate or 0, 4) == share
+    cache.check()

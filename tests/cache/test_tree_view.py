@@ -38,6 +38,29 @@ def test_a_node_is_asked_for_by_its_id(cache):
     assert cache.tree(trunk.id) is None
 
 
+def test_a_node_tells_its_size_age_and_sessions(store):
+    now = [10.0]
+    cache = PrefixCache(PagePool(40, 2), clock=lambda: now[0])
+    store(cache, [1, 2, 3, 4, 5, 6], owner="ann")
+    store(cache, [1, 2, 7, 8], owner="bob")
+    store(cache, [1, 2, 7, 8, 9, 9], owner="bob")
+    now[0] = 15.0
+    store(cache, [1, 2, 7, 8], owner="bob")
+    cache.pin("bob", [1, 2], seconds=60)
+    now[0] = 17.5
+    top = cache.tree(depth=9)
+    (trunk,) = top.children[0].children
+    (answer,) = trunk.children[1].children
+    assert [(node.n_tokens, node.n_pages, node.subtree_pages, node.sessions) for node in (top, trunk, answer)] == [
+        (0, 0, 5, 2),
+        (2, 1, 5, 2),
+        (2, 1, 1, 1),
+    ]
+    assert [(node.pinned, node.locks) for node in (trunk, answer)] == [(True, 1), (False, 0)]
+    assert [node.idle_seconds for node in (trunk, answer)] == [2.5, 7.5]
+    assert cache.tree(trunk.id, depth=0).subtree_pages == 5
+
+
 def test_a_held_node_shows_its_leases(cache):
     lease = cache.acquire([1, 2, 3])
     trunk = cache.tree().children[0].children[0]

@@ -1,0 +1,1 @@
+"""Measurements that need no server and no model: loads, replays, figures."""
