@@ -24,16 +24,34 @@ TokenIds = npt.NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+MAX_TOP_LOGPROBS = 20
+MAX_ENTRIES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text must be. source: a JSON schema as JSON text, a regular expression, or "" for any JSON object."""
+
+    kind: Literal["json_object", "json_schema", "regex"]
+    source: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the next token, under the OpenAI names.
+    """How to choose the next token, under the OpenAI names; in this order: penalties and bias, temperature, filters.
 
     temperature: 0 is greedy (argmax of the unscaled logits). top_p: nucleus mass in [0, 1]; 0 is greedy.
     seed: the same seed gives the same text beside any other requests; None draws one.
     max_tokens: upper bound on generated tokens; None: all that the context and the pool still hold; 0: prefill only.
     min_tokens: eos and stop ids cannot be sampled before this many tokens. ignore_eos: a sampled eos id does not
     end the text; stop_token_ids still do.
+    top_k: only the k most likely tokens; 0 is all, 1 is greedy. min_p: only tokens at least this share of the most
+    likely one's probability. repetition_penalty: divides positive logits (multiplies negative ones) of every token of
+    prompt and output (CTRL, arXiv 1909.05858); 1 is none. presence_penalty, frequency_penalty: taken off the logit of a
+    token of the output, once and for each time. logit_bias: (id, added to its logit) pairs, at most 1,024.
+    stop: the text ends before the first of these strings; at most 1,024 non-empty ones.
+    logprobs: None, or how many of the most likely tokens to tell for each position, 0 to 20, beside the sampled one.
+    grammar: None, or what the output must match.
     """
 
     temperature: float = 1.0
@@ -43,32 +61,59 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 2.0:
-            raise ValueError("temperature must be between 0 and 2")
-        if not 0.0 <= self.top_p <= 1.0:
-            raise ValueError("top_p must be between 0 and 1")
+        for name, low, high in (
+            ("temperature", 0.0, 2.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be between {low:g} and {high:g}")
+        if not 0.0 < self.repetition_penalty <= 10.0:
+            raise ValueError("repetition_penalty must be above 0 and at most 10")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError("seed must be between 0 and 2**63 - 1")
+        if self.top_k < 0:
+            raise ValueError("top_k must not be negative")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise ValueError("max_tokens must not be negative")
         if self.min_tokens < 0:
             raise ValueError("min_tokens must not be negative")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens must not exceed max_tokens")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}")
+        if len(self.logit_bias) > MAX_ENTRIES or not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise ValueError(f"logit_bias takes at most {MAX_ENTRIES} tokens, each between -100 and 100")
+        if len(self.stop) > MAX_ENTRIES or "" in self.stop:
+            raise ValueError(f"stop takes at most {MAX_ENTRIES} strings, none of them empty")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_p == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0 or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. `id` is unique among live requests; `tokens` is the whole prompt, int32, at least one id.
+    """`n` generations of one prompt. `id` is unique among live requests; `tokens` is the whole prompt, int32, at least
+    one id.
 
     namespace separates what must never share cached pages (tenant, adapter, salt). owner tags the pages (a session id).
-    priority: higher is scheduled first. use_cache False computes every token anew and leaves nothing behind.
+    priority: higher is scheduled first; below zero is background work, which makes room for nobody and evicts nothing.
+    tenant: who shares the engine fairly with other tenants. adapter: the name of a loaded LoRA adapter. use_cache
+    False computes every token anew and leaves nothing behind.
     """
 
     id: str
@@ -78,6 +123,9 @@ class GenerateRequest:
     owner: str | None = None
     priority: int = 0
     use_cache: bool = True
+    n: int = 1
+    tenant: str = ""
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +147,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds. ttft = receipt to first sampled token; decode = first sampled token to last."""
+    """Milliseconds. ttft = receipt to first sampled token; decode = first sampled token to last.
+
+    drafted_tokens were guessed by speculation, accepted_tokens of them kept.
+    """
 
     queue_ms: float
     prefill_ms: float
@@ -107,6 +158,8 @@ class Timings:
     ttft_ms: float | None
     total_ms: float
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +188,44 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its bytes (part of a character, maybe; none for a control token) and its natural log probability."""
+
+    id: int
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprob:
+    """The sampled token and the most likely ones at its position, most likely first; all finite."""
+
+    sampled: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """Sampled ids and exactly the text that they spell.
+    """Sampled ids and exactly the text that they spell, of choice `index`.
 
     Ids are held back until the bytes of their last character are complete, and dropped with them when the request ends
     before that: the concatenated ids are always the exact companion of the concatenated text. An eos or stop id comes
-    with the text of the ids before it, or with "".
+    with the text of the ids before it, or with "". logprobs: one for each id, where they were asked for. reason: on the
+    last delta of a choice, why it ended.
     """
 
     request_id: str
     ids: tuple[int, ...]
     text: str
+    index: int = 0
+    logprobs: tuple[SampledLogprob, ...] = ()
+    reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """All choices have ended; `reason` is that of choice 0, usage counts the output of all of them."""
+
     request_id: str
     reason: FinishReason
     usage: Usage

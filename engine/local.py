@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from cache import PagePool, PrefixCache
+from cache import PrefixCache
 from engine.api import (
     Admitted,
     Delta,
@@ -31,16 +30,14 @@ from engine.api import (
     Queued,
     SamplingParams,
 )
-from engine.attention import KVShape, TorchAttention
 from engine.config import EngineConfig
-from engine.errors import EngineStopped, InvalidRequest, ModelError, QueueFull, RequestTooLong
-from engine.models.decoder import Decoder
+from engine.errors import EngineStopped, InvalidRequest, QueueFull, RequestTooLong
 from engine.runner import ModelRunner
 from engine.sampling import NoCandidate, Sampler
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
+from engine.streams import EventStream, deliver
 from engine.text import Codec
-from engine.weights import ConvertedModel, open_model
 
 log = logging.getLogger(__name__)
 
@@ -65,30 +62,8 @@ class _Stop:
     pass
 
 
-class EventStream:
-    """The events of one request, as an async iterator on the loop that submitted it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._ended = False
-
-    def put(self, event: Event) -> None:
-        self._queue.put_nowait(event)
-
-    def __aiter__(self) -> AsyncIterator[Event]:
-        return self
-
-    async def __anext__(self) -> Event:
-        if self._ended:
-            raise StopAsyncIteration
-        event = await self._queue.get()
-        self._ended = isinstance(event, Finished | Failed)
-        return event
-
-
 class LocalEngine:
-    """Implements `engine.api.Engine`. Built by `load_engine`; call `close` to end its thread."""
+    """Implements `engine.api.Engine`. Built by `engine.loading.load_engine`; call `close` to end its thread."""
 
     def __init__(
         self,
@@ -305,22 +280,16 @@ class LocalEngine:
         self._outbox.append(event)
 
     def _deliver(self) -> None:
-        """Hands this step's events to their loops, in one call for each loop."""
         if not self._outbox:
             return
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[EventStream, Event]]] = {}
+        batch = []
         with self._lock:
             for event in self._outbox:
-                stream = self._streams[event.request_id]
-                by_loop.setdefault(stream.loop, []).append((stream, event))
+                batch.append((self._streams[event.request_id], event))
                 if isinstance(event, Finished | Failed):
                     del self._streams[event.request_id]
         self._outbox.clear()
-        for loop, batch in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, batch)
-            except RuntimeError:  # the loop was closed: nobody is left to read
-                log.warning("%d events found no reader", len(batch))
+        deliver(batch)
 
     def _check_open(self) -> None:
         if self._stopped:
@@ -347,72 +316,3 @@ class LocalEngine:
         for name, ids in (("prompt", tokens), ("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))):
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < size):
                 raise InvalidRequest(f"{name} has ids outside the vocabulary of {size}")
-
-
-def _put_all(batch: Iterable[tuple[EventStream, Event]]) -> None:
-    for stream, event in batch:
-        stream.put(event)
-
-
-def load_engine(config: EngineConfig) -> LocalEngine:
-    """Loads the model (fetching and converting it the first time) and starts the engine. Blocks; raises ModelError."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    converted = open_model(config.model, config.models_dir, config.dtype)
-    model = Decoder(converted.config, converted.tensors())
-    context = config.context_length or converted.config.context_length
-    if context > converted.config.context_length:
-        raise ModelError(
-            f"a context of {context} tokens was asked for, but the model was made for {converted.config.context_length}"
-        )
-    if converted.assets.chat_template is None:
-        log.warning("%s brings no chat template: a plain one is used", config.model)
-    kv_dtype = _kv_dtype(config)
-    shape = _kv_shape(config, converted, kv_dtype, context)
-    codec = Codec(converted.assets)
-    cache = PrefixCache(PagePool(shape.num_pages, shape.page_size))
-    info = EngineInfo(
-        model=config.model,
-        fingerprint=codec.fingerprint,
-        context_length=context,
-        page_size=shape.page_size,
-        num_pages=shape.num_pages,
-        pool_bytes=shape.num_pages * shape.page_bytes,
-        weights_dtype="int4" if config.dtype == "auto" else config.dtype,
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
-        device="cpu",
-        default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
-    )
-    runner = ModelRunner(model, TorchAttention(shape))
-    runner.warm_up(info.pool_tokens)
-    return LocalEngine(info, codec, runner, cache, config)
-
-
-def _default_params(codec: Codec, limit: int) -> SamplingParams:
-    """The model's defaults, with a length that leaves three quarters of `limit` tokens to the conversation."""
-    params = codec.default_params
-    return params if params.max_tokens is None else replace(params, max_tokens=min(params.max_tokens, limit // 4))
-
-
-def _kv_dtype(config: EngineConfig) -> torch.dtype:
-    if config.kv_dtype == "auto":
-        return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, config.kv_dtype)
-    return dtype
-
-
-def _kv_shape(config: EngineConfig, converted: ConvertedModel, dtype: torch.dtype, context: int) -> KVShape:
-    """The pool: what was asked for, or 8 contexts within a quarter of the memory."""
-    c = converted.config
-    token_bytes = c.kv_elements_per_token() * dtype.itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    tokens = config.pool_tokens or min(8 * context, memory // 4 // token_bytes)
-    if tokens * token_bytes > memory:
-        needed, there = tokens * token_bytes / 2**30, memory / 2**30
-        raise ModelError(
-            f"a pool of {tokens} tokens takes {needed:.1f} GiB, and this machine has {there:.1f}: lower it"
-        )
-    num_pages = tokens // config.page_size
-    if num_pages < 1:
-        raise ModelError(f"a pool of {tokens} tokens holds no page of {config.page_size} tokens")
-    return KVShape(c.num_layers, c.num_kv_heads, c.head_dim, num_pages, config.page_size, dtype)

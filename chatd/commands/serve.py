@@ -56,7 +56,7 @@ async def serve(settings: Settings) -> None:
 
     def load() -> Engine:
         spin_briefly()
-        from engine.local import load_engine  # loads torch: not before the server answers
+        from engine.loading import load_engine  # loads torch: not before the server answers
 
         return load_engine(settings.engine_config())
 

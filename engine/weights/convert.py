@@ -2,9 +2,9 @@
 
 <models_dir>/converted/<digest>-<layout>-v<version>/
     model.json         the DecoderConfig
-    weights.safetensors, memory-mapped at start
+    weights.bin, weights.json    see engine/weights/mapped.py
     tokenizer.json, chat.json
-        sizes.json         bytes of the other files, written last
+    sizes.json         bytes of the other files, written last
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from engine.errors import ModelError
 from engine.models.config import DecoderConfig, from_gguf, from_hf
 from engine.quant import int4
 from engine.quant.linear import quantize_rows_int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
+from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 SIZES_FILE = "sizes.json"
 
 
@@ -65,8 +65,7 @@ class ConvertedModel:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, mapped from the file rather than read."""
-        with safe_open(str(self.folder / "weights.safetensors"), framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return map_tensors(self.folder)
 
 
 def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> ConvertedModel:
@@ -77,7 +76,7 @@ def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> Conver
     if folder.is_dir():
         try:
             return _open(folder)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError, ModelError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ModelError):
             shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as temporary:
@@ -92,8 +91,7 @@ def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> Conver
 def _open(folder: Path) -> ConvertedModel:
     if json.loads((folder / SIZES_FILE).read_text(encoding="utf-8")) != _sizes(folder):
         raise ValueError(f"{folder} is not as it was written")
-    with safe_open(str(folder / "weights.safetensors"), framework="pt", device="cpu"):
-        pass  # the header can be read
+    map_tensors(folder)  # the index can be read
     config = DecoderConfig.from_json(json.loads((folder / "model.json").read_text(encoding="utf-8")))
     return ConvertedModel(folder, config, ChatAssets.load(folder))
 
@@ -122,7 +120,7 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
         converted = dict(_tensors(tensors, config, layout))
     except (ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the weights of {path} do not fit its configuration: {error}") from None
-    save_file(converted, str(target / "weights.safetensors"))
+    save_tensors(target, converted)
     (target / "model.json").write_text(json.dumps(config.to_json()), encoding="utf-8")
     assets.save(target)
     (target / SIZES_FILE).write_text(json.dumps(_sizes(target)), encoding="utf-8")

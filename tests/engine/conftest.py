@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.local import LocalEngine, load_engine
+from engine.loading import load_engine
+from engine.local import LocalEngine
 from tests.support.tiny_models import save_tiny
 
 StartEngine = Callable[..., LocalEngine]

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.errors import ModelError
 from engine.weights import open_model
@@ -70,7 +71,9 @@ def test_the_digest_follows_the_file(tmp_path: Path) -> None:
     assert cached_digest(GgufSource(path), tmp_path) != first
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "model.json", "tokenizer.json", "chat.json", "sizes.json"])
+@pytest.mark.parametrize(
+    "name", ["weights.bin", "weights.json", "model.json", "tokenizer.json", "chat.json", "sizes.json"]
+)
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_copy_is_made_again(name: str, damage: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama")
@@ -85,13 +88,21 @@ def test_a_damaged_copy_is_made_again(name: str, damage: str, tmp_path: Path) ->
     assert again.tensors()
 
 
-def test_a_copy_with_an_unreadable_header_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [b"?", b"[]", b'{"norm": {"dtype": "float32", "shape": [9999999], "offset": 0}}'])
+def test_a_copy_with_an_unusable_index_is_made_again(index: bytes, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama")
-    weights = open_model(str(tmp_path / "model"), tmp_path / "models", "float32").folder / "weights.safetensors"
-    original = weights.read_bytes()
-    weights.write_bytes(original[:8] + b"?" * 200 + original[208:])
+    path = open_model(str(tmp_path / "model"), tmp_path / "models", "float32").folder / "weights.json"
+    original = path.read_bytes()
+    path.write_bytes(index.ljust(len(original)))  # the size alone tells nothing
     open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
-    assert weights.read_bytes() == original
+    assert path.read_bytes() == original
+
+
+def test_every_tensor_begins_where_vector_instructions_want_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    tensors = open_model(str(tmp_path / "model"), tmp_path / "models", "int4").tensors()
+    assert {tensor.dtype for tensor in tensors.values()} >= {torch.int8, torch.uint8, torch.bfloat16, torch.float32}
+    assert {name: tensor.data_ptr() % 64 for name, tensor in tensors.items()} == dict.fromkeys(tensors, 0)
 
 
 def test_copies_of_an_older_converter_are_removed(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.api import Finished
 from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.local import LocalEngine, load_engine
+from engine.loading import load_engine
+from engine.local import LocalEngine
 from engine.text.api import ChatMessage, Encoded
 from engine.weights.source import parse_source
 from tests.support.generation import Output, assert_same_tokens, generate, reference_greedy

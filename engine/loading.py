@@ -1,0 +1,86 @@
+"""From a configuration to a running engine: the model, the pool, the defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from cache import PagePool, PrefixCache
+from engine.api import EngineInfo, SamplingParams
+from engine.attention import KVShape, TorchAttention
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.local import LocalEngine
+from engine.models.decoder import Decoder
+from engine.runner import ModelRunner
+from engine.text import Codec
+from engine.weights import ConvertedModel, open_model
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(config: EngineConfig) -> LocalEngine:
+    """Loads the model (fetching and converting it the first time) and starts the engine. Blocks; raises ModelError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    converted = open_model(config.model, config.models_dir, config.dtype)
+    model = Decoder(converted.config, converted.tensors())
+    context = config.context_length or converted.config.context_length
+    if context > converted.config.context_length:
+        raise ModelError(
+            f"a context of {context} tokens was asked for, but the model was made for {converted.config.context_length}"
+        )
+    if converted.assets.chat_template is None:
+        log.warning("%s brings no chat template: a plain one is used", config.model)
+    kv_dtype = _kv_dtype(config)
+    shape = _kv_shape(config, converted, kv_dtype, context)
+    codec = Codec(converted.assets)
+    cache = PrefixCache(PagePool(shape.num_pages, shape.page_size))
+    info = EngineInfo(
+        model=config.model,
+        fingerprint=codec.fingerprint,
+        context_length=context,
+        page_size=shape.page_size,
+        num_pages=shape.num_pages,
+        pool_bytes=shape.num_pages * shape.page_bytes,
+        weights_dtype="int4" if config.dtype == "auto" else config.dtype,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        device="cpu",
+        default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
+    )
+    runner = ModelRunner(model, TorchAttention(shape))
+    runner.warm_up(info.pool_tokens)
+    return LocalEngine(info, codec, runner, cache, config)
+
+
+def _default_params(codec: Codec, limit: int) -> SamplingParams:
+    """The model's defaults, with a length that leaves three quarters of `limit` tokens to the conversation."""
+    params = codec.default_params
+    return params if params.max_tokens is None else replace(params, max_tokens=min(params.max_tokens, limit // 4))
+
+
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    if config.kv_dtype == "auto":
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, config.kv_dtype)
+    return dtype
+
+
+def _kv_shape(config: EngineConfig, converted: ConvertedModel, dtype: torch.dtype, context: int) -> KVShape:
+    """The pool: what was asked for, or 8 contexts within a quarter of the memory."""
+    c = converted.config
+    token_bytes = c.kv_elements_per_token() * dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    tokens = config.pool_tokens or min(8 * context, memory // 4 // token_bytes)
+    if tokens * token_bytes > memory:
+        needed, there = tokens * token_bytes / 2**30, memory / 2**30
+        raise ModelError(
+            f"a pool of {tokens} tokens takes {needed:.1f} GiB, and this machine has {there:.1f}: lower it"
+        )
+    num_pages = tokens // config.page_size
+    if num_pages < 1:
+        raise ModelError(f"a pool of {tokens} tokens holds no page of {config.page_size} tokens")
+    return KVShape(c.num_layers, c.num_kv_heads, c.head_dim, num_pages, config.page_size, dtype)
