@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,19 +43,22 @@ class Miss:
 
 
 class Ghosts:
-    """The places where pages were evicted, newest `capacity` only: (what stayed before them, their first page)."""
+    """The places where pages were evicted, newest `capacity` only: hashes of what stayed before and its page."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._places: OrderedDict[tuple[int | str, bytes], None] = OrderedDict()
+        self._order: deque[int] = deque(maxlen=capacity)
+        self._places: set[int] = set()
 
     def add(self, before: Node, key: bytes) -> None:
-        self._places[_place(before), key] = None
-        if len(self._places) > self._capacity:
-            self._places.popitem(last=False)
+        place = hash((_place(before), key))
+        if place not in self._places:
+            if len(self._order) == self._order.maxlen:
+                self._places.remove(self._order[0])
+            self._order.append(place)
+            self._places.add(place)
 
     def has(self, before: Node, key: bytes) -> bool:
-        return (_place(before), key) in self._places
+        return hash((_place(before), key)) in self._places
 
 
 def _place(node: Node) -> int | str:

@@ -162,22 +162,24 @@ class PrefixTree:
         page by page only the last cut is remembered: no look-up can come to the earlier ones.
         """
         freed, idle, now = array("i"), 0.0, self._clock()
+        victim, missing = self.policy.victim, n_pages
         cut: tuple[Node, bytes] | None = None
-        while len(freed) < n_pages and (node := self.policy.victim()) is not None:
+        while missing > 0 and (node := victim()) is not None:
             if cut is not None and cut[0] is not node:
                 self.ghosts.add(*cut)
-            kept = max(0, len(node.pages) - n_pages + len(freed))
-            going = node.pages[kept:] if kept else node.pages
-            going.reverse()
-            freed.extend(going)
-            idle += len(going) * (now - node.used_at)
-            if kept == 0:
-                cut = self._remove(node)
-            else:
-                first = kept * self.page_size
+            held = len(node.pages)
+            going = min(held, missing)
+            missing -= going
+            idle += going * (now - node.used_at)
+            if going < held:
+                first = (held - going) * self.page_size
+                freed.extend(reversed(node.pages[held - going :]))
                 cut = node, node.tokens[first : first + self.page_size].tobytes()
-                del node.pages[kept:], node.tokens[first:]
-                self.evictable_pages -= len(going)
+                del node.pages[held - going :], node.tokens[first:]
+                self.evictable_pages -= going
+            else:
+                freed.extend(node.pages if held == 1 else reversed(node.pages))
+                cut = self._remove(node)
         if cut is not None:
             self.ghosts.add(*cut)
         return freed, idle

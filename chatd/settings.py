@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from cache import PolicyName
 from engine.config import DEFAULT_MODEL, EngineConfig, KVDtype, WeightsDtype
 
 PREFIX = "CHATD_"
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
     max_running: int = Field(16, ge=1, description="answers written at the same time")
     max_waiting: int = Field(64, ge=1, description="requests that may wait; more are refused with 503")
     prefix_cache: bool = Field(True, description="reuse what earlier prompts have computed")
+    cache_policy: PolicyName = Field("lru", description="what goes first when the cache is full")
     threads: int | None = Field(
         None,
         ge=1,
@@ -162,6 +164,7 @@ class Settings(BaseSettings):
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             prefix_cache=self.prefix_cache,
+            cache_policy=self.cache_policy,
             threads=self.threads,
         )
 

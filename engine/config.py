@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cache import PolicyName
+
 WeightsDtype = Literal["auto", "float32", "bfloat16", "int4"]
 KVDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -21,6 +23,7 @@ class EngineConfig:
     context_length None: what the model was trained for. pool_tokens None: 8 contexts, at most a quarter of the memory.
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.
+    cache_policy: which cached pages go first when room is needed (docs/cache.md).
     threads None: one for each core.
     """
 
@@ -35,6 +38,7 @@ class EngineConfig:
     max_running: int = 16
     max_waiting: int = 64
     prefix_cache: bool = True
+    cache_policy: PolicyName = "lru"
     threads: int | None = None
 
     def __post_init__(self) -> None:

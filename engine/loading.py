@@ -38,7 +38,7 @@ def load_engine(config: EngineConfig) -> LocalEngine:
     kv_dtype = _kv_dtype(config)
     shape = _kv_shape(config, converted, kv_dtype, context)
     codec = Codec(converted.assets)
-    cache = PrefixCache(PagePool(shape.num_pages, shape.page_size))
+    cache = PrefixCache(PagePool(shape.num_pages, shape.page_size), config.cache_policy)
     info = EngineInfo(
         model=config.model,
         fingerprint=codec.fingerprint,
