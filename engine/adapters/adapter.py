@@ -20,6 +20,10 @@ class LowRank:
         """What is added to the layer's output: [rows, K] to [rows, N]."""
         return F.linear(F.linear(x, self.a), self.b)
 
+    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """The same, added to y [rows, N] in place."""
+        y.addmm_(F.linear(x, self.a), self.b.t())
+
     def to(self, dtype: torch.dtype) -> LowRank:
         return LowRank(self.a.to(dtype), self.b.to(dtype))
 

@@ -76,7 +76,7 @@ class _AdaptedLinear:
             if (update := self._updates.get(group.adapter)) is None:
                 continue
             if group.scattered is None:
-                y[group.start : group.stop] += update(x[group.start : group.stop])
+                update.add_to(y[group.start : group.stop], x[group.start : group.stop])
             else:
                 y.index_add_(0, group.scattered, update(x[group.scattered]))
         return y
