@@ -11,21 +11,24 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to the weight [N, K] of a linear layer: b @ a, with a [R, K] and b [N, R], scale included."""
+    """What is added to the weight [N, K] of a linear layer: up.T @ down, with down [R, K] and up [R, N].
 
-    a: torch.Tensor
-    b: torch.Tensor
+    down is LoRA's A; up is its B, scaled, and transposed because products with few rows read it faster that way.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """What is added to the layer's output: [rows, K] to [rows, N]."""
-        return F.linear(F.linear(x, self.a), self.b)
+        return F.linear(x, self.down) @ self.up
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """The same, added to y [rows, N] in place."""
-        y.addmm_(F.linear(x, self.a), self.b.t())
+        y.addmm_(F.linear(x, self.down), self.up)
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        return LowRank(self.a.to(dtype), self.b.to(dtype))
+        return LowRank(self.down.to(dtype), self.up.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)

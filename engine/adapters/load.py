@@ -1,9 +1,8 @@
 """From peft's tensors to updates of the decoder's fused layers.
 
-q_proj, k_proj, v_proj          qkv
-a_q [r, K]  b_q [Nq, r]         a = a_q     b = b_q  0
-a_v [r, K]  b_v [Nv, r]             a_v         0    0     (k_proj has no update here)
-                                                0    b_v
+an adapter of q_proj and v_proj     down of qkv     up of qkv
+A_q [r, K]  B_q [Nq, r]             A_q             B_q.T   0    0
+A_v [r, K]  B_v [Nv, r]             A_v             0       0    B_v.T
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def _updates(config: LoraConfig, tensors: Mapping[str, torch.Tensor], model: Dec
         for fused, parts in _FUSED.items():
             modules = [f"model.layers.{layer}.{part}" for part in parts]
             pairs = [_pair(config, left, module, shapes[f"{module}.weight"], model) for module in modules]
-            rows = [shapes[f"{module}.weight"][0] for module in modules]
             if any(pair is not None for pair in pairs):
-                updates[f"layers.{layer}.{fused}"] = _fuse(pairs, rows)
+                sizes = [shapes[f"{module}.weight"][0] for module in modules]
+                updates[f"layers.{layer}.{fused}"] = _fuse(pairs, sizes)
     if left:
         raise ModelError(f"{len(left)} tensors have no use, among them {min(left)}")
     if not updates:
@@ -83,7 +82,9 @@ def _pair(
     a = _take(left, f"{prefix}.lora_A.weight", (rank, shape[1]))
     b = _take(left, f"{prefix}.lora_B.weight", (shape[0], rank)) * config.scale_of(module)
     heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}.get(module.rpartition(".")[2])
-    return LowRank(a, b if heads is None else interleave_rotary(b, heads, model.head_dim))
+    if heads is not None:  # the rows of the base weights were reordered in the same way
+        b = interleave_rotary(b, heads, model.head_dim)
+    return LowRank(a, b.t())
 
 
 def _take(left: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -97,14 +98,14 @@ def _take(left: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> t
     return tensor
 
 
-def _fuse(pairs: list[LowRank | None], rows: list[int]) -> LowRank:
-    a = torch.cat([pair.a for pair in pairs if pair is not None])
-    b = torch.zeros(sum(rows), len(a))
-    top = column = 0
-    for pair, height in zip(pairs, rows, strict=True):
+def _fuse(pairs: list[LowRank | None], sizes: list[int]) -> LowRank:
+    """sizes: outputs of each part of the fused layer."""
+    down = torch.cat([pair.down for pair in pairs if pair is not None])
+    up = torch.zeros(len(down), sum(sizes))
+    row = column = 0
+    for pair, size in zip(pairs, sizes, strict=True):
         if pair is not None:
-            rank = len(pair.a)
-            b[top : top + height, column : column + rank] = pair.b
-            column += rank
-        top += height
-    return LowRank(a, b)
+            up[row : row + len(pair.up), column : column + size] = pair.up
+            row += len(pair.up)
+        column += size
+    return LowRank(down, up)
