@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """What is added to the weight [N, K] of a linear layer: up.T @ down, with down [R, K] and up [R, N].
+class Part:
+    """One projection's share of a fused layer: up [r, n] is LoRA's B, scaled and transposed.
 
-    down is LoRA's A; up is its B, scaled, and transposed because products with few rows read it faster that way.
+    It reads `ranks` of the R intermediate values and adds to `columns` of the N outputs.
+    """
+
+    ranks: slice
+    columns: slice
+    up: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The update of a linear layer with K inputs and N outputs. down: [R, K], the A of all parts, one below another.
+
+    One product down serves all parts; each goes up by its own, since a block matrix would be mostly zeros to read.
     """
 
     down: torch.Tensor
-    up: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output: [rows, K] to [rows, N]."""
-        return F.linear(x, self.down) @ self.up
+    parts: tuple[Part, ...]
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """The same, added to y [rows, N] in place."""
-        y.addmm_(F.linear(x, self.down), self.up)
+        """Adds the update of the inputs x [rows, K] to the outputs y [rows, N] in place."""
+        h = F.linear(x, self.down)
+        for part in self.parts:
+            y[:, part.columns].addmm_(h[:, part.ranks], part.up)
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        return LowRank(self.down.to(dtype), self.up.to(dtype))
+        return LowRank(self.down.to(dtype), tuple(replace(part, up=part.up.to(dtype)) for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,5 +78,7 @@ class _AdaptedLinear:
             if group.scattered is None:
                 update.add_to(y[group.start : group.stop], x[group.start : group.stop])
             else:
-                y.index_add_(0, group.scattered, update(x[group.scattered]))
+                rows = y[group.scattered]
+                update.add_to(rows, x[group.scattered])
+                y[group.scattered] = rows
         return y

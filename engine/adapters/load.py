@@ -1,8 +1,7 @@
 """From peft's tensors to updates of the decoder's fused layers.
 
-an adapter of q_proj and v_proj     down of qkv     up of qkv
-A_q [r, K]  B_q [Nq, r]             A_q             B_q.T   0    0
-A_v [r, K]  B_v [Nv, r]             A_v             0       0    B_v.T
+q_proj  A [r, K]  B [Nq, r]             down    A of q_proj         parts    0 : r     -> 0 : Nq
+v_proj  A [s, K]  B [Nv, s]                     A of v_proj                  r : r + s -> Nq + Nk : Nq + Nk + Nv
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from engine.adapters.adapter import Adapter, LowRank
+from engine.adapters.adapter import Adapter, LowRank, Part
 from engine.adapters.peft import LoraConfig, read_config
 from engine.config import AdapterSource
 from engine.errors import ModelError
@@ -60,11 +59,9 @@ def _updates(config: LoraConfig, tensors: Mapping[str, torch.Tensor], model: Dec
     updates: dict[str, LowRank] = {}
     for layer in range(model.num_layers):
         for fused, parts in _FUSED.items():
-            modules = [f"model.layers.{layer}.{part}" for part in parts]
-            pairs = [_pair(config, left, module, shapes[f"{module}.weight"], model) for module in modules]
-            if any(pair is not None for pair in pairs):
-                sizes = [shapes[f"{module}.weight"][0] for module in modules]
-                updates[f"layers.{layer}.{fused}"] = _fuse(pairs, sizes)
+            modules = {name: shapes[f"{name}.weight"] for name in (f"model.layers.{layer}.{part}" for part in parts)}
+            if (update := _fused(config, left, modules, model)) is not None:
+                updates[f"layers.{layer}.{fused}"] = update
     if left:
         raise ModelError(f"{len(left)} tensors have no use, among them {min(left)}")
     if not updates:
@@ -72,19 +69,32 @@ def _updates(config: LoraConfig, tensors: Mapping[str, torch.Tensor], model: Dec
     return updates
 
 
-def _pair(
-    config: LoraConfig, left: dict[str, torch.Tensor], module: str, shape: tuple[int, ...], model: DecoderConfig
+def _fused(
+    config: LoraConfig, left: dict[str, torch.Tensor], modules: Mapping[str, tuple[int, ...]], model: DecoderConfig
 ) -> LowRank | None:
-    """Takes a module's two tensors out of `left`; None where the adapter does not target it."""
-    if not config.targets(module):
-        return None
-    rank, prefix = config.rank_of(module), f"base_model.model.{module}"
-    a = _take(left, f"{prefix}.lora_A.weight", (rank, shape[1]))
-    b = _take(left, f"{prefix}.lora_B.weight", (shape[0], rank)) * config.scale_of(module)
+    """The update of the layer that `modules` (name to weight shape) were fused into; None where none is a target.
+
+    Takes what it uses out of `left`.
+    """
+    down: list[torch.Tensor] = []
+    parts: list[Part] = []
+    column = rank = 0
+    for module, (rows, columns) in modules.items():
+        if config.targets(module):
+            r, prefix = config.rank_of(module), f"base_model.model.{module}"
+            down.append(_take(left, f"{prefix}.lora_A.weight", (r, columns)))
+            b = _take(left, f"{prefix}.lora_B.weight", (rows, r)) * config.scale_of(module)
+            up = _in_row_order(b, module, model).t().contiguous()
+            parts.append(Part(slice(rank, rank + r), slice(column, column + rows), up))
+            rank += r
+        column += rows
+    return LowRank(torch.cat(down), tuple(parts)) if parts else None
+
+
+def _in_row_order(b: torch.Tensor, module: str, model: DecoderConfig) -> torch.Tensor:
+    """The rows of q and k reordered as those of the base weights were."""
     heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}.get(module.rpartition(".")[2])
-    if heads is not None:  # the rows of the base weights were reordered in the same way
-        b = interleave_rotary(b, heads, model.head_dim)
-    return LowRank(a, b.t())
+    return b if heads is None else interleave_rotary(b, heads, model.head_dim)
 
 
 def _take(left: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -96,16 +106,3 @@ def _take(left: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> t
     if not bool(torch.isfinite(tensor).all()):
         raise ModelError(f"{name} has values that are not finite")
     return tensor
-
-
-def _fuse(pairs: list[LowRank | None], sizes: list[int]) -> LowRank:
-    """sizes: outputs of each part of the fused layer."""
-    down = torch.cat([pair.down for pair in pairs if pair is not None])
-    up = torch.zeros(len(down), sum(sizes))
-    row = column = 0
-    for pair, size in zip(pairs, sizes, strict=True):
-        if pair is not None:
-            up[row : row + len(pair.up), column : column + size] = pair.up
-            row += len(pair.up)
-        column += size
-    return LowRank(down, up)
