@@ -81,10 +81,12 @@ OPTIONS = {"biases and wide heads": {"attention_bias": True, "mlp_bias": True, "
 
 
 class Stepper:
-    """A decoder in float32 with adapters, and what it gives for chosen rows."""
+    """A decoder with adapters, and what it gives for chosen rows."""
 
-    def __init__(self, folder: Path, models_dir: Path, sources: tuple[AdapterSource, ...]) -> None:
-        converted = open_model(str(folder), models_dir, "float32")
+    def __init__(
+        self, folder: Path, models_dir: Path, sources: tuple[AdapterSource, ...], dtype: str = "float32"
+    ) -> None:
+        converted = open_model(str(folder), models_dir, dtype)
         c = converted.config
         self.adapters = Adapters(load_adapter(source, c) for source in sources)
         self.model = Decoder(c, converted.tensors(), self.adapters)
@@ -148,6 +150,21 @@ def test_narrow_adapter_files(dtype: torch.dtype, tiny: tuple[Path, PreTrainedMo
     close(stepper.logits(ids, ("ann", row)), reference(merged(base, tensors, dict.fromkeys(modules, 2.0)), ids))
 
 
+@pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
+@pytest.mark.parametrize("count", [8, 40])
+def test_narrow_base_weights(dtype: str, count: int, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "model", "llama", initializer_range=0.05)
+    expected_model = save_random(tmp_path / "ann", base, seed=1, size=0.1)
+    source = AdapterSource("ann", tmp_path / "ann")
+    stepper = Stepper(tmp_path / "model", tmp_path / "models", (source,), dtype)
+    ids = torch.arange(3, 83)
+    expected = reference(expected_model, ids)
+    rows = [AttentionRow(1, np.arange(20, dtype=np.int32), start, count, 80) for start in range(0, 80, count)]
+    found = torch.cat([stepper.logits(ids, ("ann", row)) for row in rows])
+    assert float(torch.nn.functional.cosine_similarity(found, expected, dim=-1).min()) > 0.95
+    assert float(torch.nn.functional.cosine_similarity(reference(base, ids), expected, dim=-1).max()) < 0.5
+
+
 def test_rows_of_a_mixed_step_equal_each_alone(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     folder, base = tiny
     references = {None: base} | {
@@ -193,6 +210,36 @@ async def test_the_engine_serves_adapters_side_by_side(
         assert_same_tokens(output.ids, *expected[name])
     assert [output.cached for output in cold] == [0, 0, 0]
     assert [output.cached for output in warm] == [48] * 5
+
+
+async def test_adapters_and_namespaces_separate_pages(
+    start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    for name, seed in (("ann", 1), ("bob", 2)):
+        save_random(tmp_path / name, tiny[1], seed=seed)
+    engine = start_engine(adapters=tuple(AdapterSource(name, tmp_path / name) for name in ("ann", "bob")))
+    keys = [(namespace, name) for namespace in ("", "adapter:ann", "salt") for name in (None, "ann", "bob")]
+    for expected in (0, 48):
+        for namespace, name in keys:
+            output = await generate(engine, list(range(3, 53)), namespace=namespace, adapter=name, max_tokens=1)
+            assert (namespace, name, output.cached) == (namespace, name, expected)
+
+
+async def test_preempted_sequences_keep_their_adapter(
+    start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    references: dict[str | None, PreTrainedModel] = {None: tiny[1]}
+    references["ann"] = save_random(tmp_path / "ann", tiny[1], seed=1)
+    engine = start_engine(
+        adapters=(AdapterSource("ann", tmp_path / "ann"),), pool_tokens=128, max_batched_tokens=16, max_running=8
+    )
+    prompt = np.random.default_rng(0).integers(3, 250, 20).astype(np.int32)
+    common = {"max_tokens": 40, "min_tokens": 40, "ignore_eos": True}
+    names = ("ann", None, "ann", None)
+    outputs = await asyncio.gather(*(generate(engine, prompt, adapter=name, **common) for name in names))
+    for name, output in zip(names, outputs, strict=True):
+        assert_same_tokens(output.ids, *reference_greedy(references[name], prompt, 40))
+    assert engine.snapshot().preemptions > 0
 
 
 @pytest.mark.parametrize(

@@ -33,16 +33,21 @@ CONFIG: dict[str, Any] = {
 
 
 def random_tensors(
-    model: PreTrainedModel, ranks: Mapping[str, int], *, seed: int = 0, dtype: torch.dtype = torch.float32
+    model: PreTrainedModel,
+    ranks: Mapping[str, int],
+    *,
+    seed: int = 0,
+    size: float = 0.2,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
-    """A and B of every module of `ranks`, under peft's names; large enough to change every logit."""
+    """A and B of every module of `ranks`, under peft's names; of such a size that every logit changes."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for module, rank in ranks.items():
         rows, columns = model.get_submodule(module).weight.shape
         prefix = f"base_model.model.{module}"
-        tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, columns, generator=generator) * 0.2).to(dtype)
-        tensors[f"{prefix}.lora_B.weight"] = (torch.randn(rows, rank, generator=generator) * 0.2).to(dtype)
+        tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, columns, generator=generator) * size).to(dtype)
+        tensors[f"{prefix}.lora_B.weight"] = (torch.randn(rows, rank, generator=generator) * size).to(dtype)
     return tensors
 
 
@@ -58,10 +63,10 @@ def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], **config: An
     return folder
 
 
-def save_random(folder: Path, model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
+def save_random(folder: Path, model: PreTrainedModel, *, seed: int, size: float = 0.2) -> PreTrainedModel:
     """Writes an adapter of rank 4 on all linear layers and gives the model with it merged."""
     modules = layers_of(model, *ALL)
-    tensors = random_tensors(model, dict.fromkeys(modules, 4), seed=seed)
+    tensors = random_tensors(model, dict.fromkeys(modules, 4), seed=seed, size=size)
     save_adapter(folder, tensors)
     return merged(model, tensors, dict.fromkeys(modules, 2.0))
 
