@@ -1,7 +1,9 @@
 """Several adapters in one step: whose rows are whose, planned once and read by every linear layer.
 
-rows of the step   | base | ann | ann | base | bob | ann |
-groups                      ann: 1 2 5          bob: 4
+    rows of the step    base | ann | ann | base | bob | ann
+    groups              ann: 1, 2, 5    bob: 4
+
+Rows of no adapter are in no group, so a step without adapters costs nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def _group(adapter: str, spans: list[tuple[int, int]]) -> RowGroup:
 
 
 class _AdaptedLinear:
-    """A linear layer and what each adapter adds to its rows. A step without adapters costs one look at no groups."""
+    """A linear layer and what each adapter adds to its rows."""
 
     def __init__(self, linear: Linear, updates: dict[str, LowRank], step: Adapters) -> None:
         self._linear = linear

@@ -1,7 +1,9 @@
 """From peft's tensors to updates of the decoder's fused layers.
 
-q_proj  A [r, K]  B [Nq, r]             down    A of q_proj         parts    0 : r     -> 0 : Nq
-v_proj  A [s, K]  B [Nv, s]                     A of v_proj                  r : r + s -> Nq + Nk : Nq + Nk + Nv
+    q_proj  A [r, K]  B [Nq, r]     down  A of q_proj     parts  ranks 0 : r      columns 0 : Nq
+    v_proj  A [s, K]  B [Nv, s]           A of v_proj            ranks r : r + s  columns Nq + Nk : Nq + Nk + Nv
+
+Every target has both tensors in the shapes that the model and the ranks say, and no tensor is left over.
 """
 
 from __future__ import annotations

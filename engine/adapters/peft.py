@@ -88,9 +88,7 @@ def read_config(folder: Path) -> LoraConfig:
         raise ModelError(f"{path} cannot be used: it holds no object")
     try:
         return _parse(data)
-    except ModelError as error:
-        raise ModelError(f"{path} cannot be used: {error}") from None
-    except (TypeError, ValueError, AttributeError, re.error) as error:
+    except (ModelError, TypeError, ValueError, AttributeError, re.error) as error:
         raise ModelError(f"{path} cannot be used: {error}") from None
 
 
