@@ -104,7 +104,7 @@ async def open_backend(
 
     metrics.registry.register(EngineCollector(look))
     turns = TurnService(store, engine, MemoryBroker(keep_s=settings.event_log_ttl_s))
-    sessions = SessionService(store, turns)
+    sessions = SessionService(store, turns, adapters=tuple(adapter.name for adapter in settings.adapter))
     try:
         await turns.recover()
         backend = Backend(

@@ -67,8 +67,9 @@ class InvalidParameter(ChatdError):
 class ModelNotFound(ChatdError):
     """A request to /v1 names a model that is not served here."""
 
-    def __init__(self, served: str) -> None:
-        super().__init__(f"there is no such model; this server has {served}, also called default")
+    def __init__(self, served: str, adapters: Sequence[str] = ()) -> None:
+        names = ", ".join((f"{served}, also called default", *adapters))
+        super().__init__(f"there is no such model; this server has {names}")
 
 
 class GenerationFailed(ChatdError):

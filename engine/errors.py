@@ -16,7 +16,7 @@ class RequestError(EngineError):
 
 
 class InvalidRequest(RequestError):
-    """Ids outside the vocabulary, an empty prompt, or an id that is in use already."""
+    """Ids outside the vocabulary, an empty prompt, an id that is in use already, or an adapter that is not loaded."""
 
 
 class RequestTooLong(RequestError):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from cache import PagePool, PrefixCache
+from engine.adapters import Adapters, load_adapter
 from engine.api import EngineInfo, SamplingParams
 from engine.attention import KVShape, TorchAttention
 from engine.config import EngineConfig
@@ -27,7 +28,8 @@ def load_engine(config: EngineConfig) -> LocalEngine:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     converted = open_model(config.model, config.models_dir, config.dtype)
-    model = Decoder(converted.config, converted.tensors())
+    adapters = Adapters(load_adapter(source, converted.config) for source in config.adapters)
+    model = Decoder(converted.config, converted.tensors(), adapters)
     context = config.context_length or converted.config.context_length
     if context > converted.config.context_length:
         raise ModelError(
@@ -50,8 +52,9 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         device="cpu",
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
+        adapters=tuple(source.name for source in config.adapters),
     )
-    runner = ModelRunner(model, TorchAttention(shape))
+    runner = ModelRunner(model, TorchAttention(shape), adapters)
     runner.warm_up(info.pool_tokens)
     return LocalEngine(info, codec, runner, cache, config)
 

@@ -121,6 +121,10 @@ class LocalEngine:
         """See `Engine.submit`. Raises InvalidRequest, RequestTooLong, QueueFull, EngineStopped."""
         tokens = np.ascontiguousarray(request.tokens, dtype=np.int32)
         self._check_ids(tokens, request.params)
+        if request.adapter is not None and request.adapter not in self._info.adapters:
+            raise InvalidRequest("the request names an adapter that is not loaded")
+        if "\0" in request.namespace:
+            raise InvalidRequest("a namespace must not contain U+0000")
         self.check(len(tokens), request.params)
         stream = EventStream(asyncio.get_running_loop())
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow
 from engine.models.decoder import Decoder
 from engine.quant.linear import PACKED_ROWS
@@ -12,16 +13,18 @@ from engine.scheduler import StepRow
 
 
 class ModelRunner:
-    """Runs steps on a model and an attention backend. One thread."""
+    """Runs steps on a model, its adapters and an attention backend. One thread."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend) -> None:
+    def __init__(self, model: Decoder, attention: AttentionBackend, adapters: Adapters) -> None:
         self._model = model
         self._attention = attention
+        self._adapters = adapters
 
     @torch.inference_mode()
     def run(self, rows: list[StepRow]) -> torch.Tensor:
         """Logits [S, vocab] float32 for the S rows that sample, in their order."""
         self._attention.plan([_attention_row(row) for row in rows])
+        self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
         tokens = np.concatenate([row.sequence.tokens[row.start : row.start + row.count] for row in rows])
         positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
         ends = np.cumsum([row.count for row in rows]) - 1

@@ -128,7 +128,7 @@ class Scheduler:
         limit = sequence.num_tokens - 1 if self._caches(sequence) else 0
         request = sequence.request
         lease = self._cache.acquire(
-            tokens, namespace=request.namespace, limit=limit, owner=request.owner, record=first_time
+            tokens, namespace=sequence.cache_namespace, limit=limit, owner=request.owner, record=first_time
         )
         try:
             # Room for one token of output as well, or the newcomer would be the first to be preempted.

@@ -47,6 +47,15 @@ class Sequence:
         self.tokens[: self.num_tokens] = self.request.tokens
 
     @property
+    def cache_namespace(self) -> str:
+        """Who may read this sequence's pages: keys and values of one adapter are wrong under any other.
+
+        A request's own namespace has no U+0000, so that none can be equal to one made here.
+        """
+        request = self.request
+        return request.namespace if request.adapter is None else f"{request.namespace}\0adapter:{request.adapter}"
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.request.tokens)
 

@@ -1,9 +1,9 @@
-"""Sampling parameters from outside: names and types checked here, ranges by SamplingParams itself."""
+"""Parameters from outside: names and types checked here, ranges of sampling parameters by SamplingParams itself."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from engine.api import SamplingParams
@@ -33,6 +33,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "max_tokens": ("an integer", _integer),
     "min_tokens": ("an integer", _integer),
     "ignore_eos": ("a boolean", _boolean),
+    "adapter": ("a string", lambda value: isinstance(value, str)),
     "stop_token_ids": ("a list of token ids", _token_ids),
 }
 
@@ -57,9 +58,20 @@ def resolve_params(defaults: SamplingParams, *layers: Mapping[str, Any] | None) 
     merged: dict[str, Any] = {}
     for layer in layers:
         merged |= check_params(layer)
+    merged.pop("adapter", None)
     if "stop_token_ids" in merged:
         merged["stop_token_ids"] = tuple(merged["stop_token_ids"])
     try:
         return dataclasses.replace(defaults, **merged)
     except ValueError as error:
         raise InvalidInput("params", str(error)) from None
+
+
+def resolve_adapter(loaded: Collection[str], *layers: Mapping[str, Any] | None) -> str | None:
+    """The adapter of the last layer that names one; "" is the model itself. Raises InvalidInput unless it is loaded."""
+    name = ""
+    for layer in layers:
+        name = check_params(layer).get("adapter", name)
+    if name and name not in loaded:
+        raise InvalidInput("params.adapter", "names no adapter that is loaded")
+    return name or None

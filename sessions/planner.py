@@ -9,7 +9,7 @@ from engine.api import Engine, GenerateRequest
 from engine.text.api import ChatMessage
 from sessions.context import Budget, fit
 from sessions.errors import InvalidInput
-from sessions.params import resolve_params
+from sessions.params import resolve_adapter, resolve_params
 from sessions.records import Generation, Message, Turn
 from sessions.session_queries import message_path, session_row
 from sessions.store import Store
@@ -36,6 +36,7 @@ class Planner:
         if asked.parent_id is not None and not path:
             raise InvalidInput("parent_id", "is no message of this session")
         params = resolve_params(self._engine.info.default_params, row.params, asked.params)
+        adapter = resolve_adapter(self._engine.info.adapters, row.params, asked.params)
         turn = self._new_turn(session_id, parent_id, asked.content)
         prompt = row.system_prompt
         conversation = Conversation(
@@ -52,6 +53,7 @@ class Planner:
             params=params,
             namespace="" if owner == LOCAL_OWNER else owner,
             owner=session_id,
+            adapter=adapter,
         )
         return TurnPlan(
             asked=asked,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.api import SamplingParams
@@ -12,7 +12,7 @@ from sessions.content import check_text
 from sessions.context import POLICIES
 from sessions.cursor import decode_cursor
 from sessions.errors import InvalidInput
-from sessions.params import check_params, resolve_params
+from sessions.params import check_params, resolve_adapter, resolve_params
 from sessions.records import Message, Page, Session
 from sessions.session_queries import (
     add_session,
@@ -29,11 +29,14 @@ PAGE_LIMIT = 100
 
 
 class SessionService:
-    """Every method may raise StorageBusy; those that take a session id raise NotFound."""
+    """Every method may raise StorageBusy; those that take a session id raise NotFound.
 
-    def __init__(self, store: Store, turns: TurnService) -> None:
+    adapters: the names that sessions may ask for, known before the engine is there."""
+
+    def __init__(self, store: Store, turns: TurnService, adapters: Collection[str] = ()) -> None:
         self._store = store
         self._turns = turns
+        self._adapters = adapters
 
     async def create(
         self,
@@ -49,6 +52,7 @@ class SessionService:
             raise InvalidInput("context_policy", f"must be one of {', '.join(sorted(POLICIES))}")
         checked = check_params(params)
         resolve_params(SamplingParams(), checked)
+        resolve_adapter(self._adapters, checked)
         now = self._store.now()
         session = Session(
             id=self._store.ids.session(),

@@ -27,6 +27,7 @@ async def info(backend: NeedsBackend) -> Response:
             "limits": {"max_message_bytes": MAX_FRAME_BYTES},
             "page_size": settings.page_size if loaded is None else loaded.page_size,
             "prefix_cache": settings.prefix_cache,
+            "adapters": [adapter.name for adapter in settings.adapter],
         }
     )
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from chatd.api.needs import NeedsBackend
 from chatd.openai.completion import Completion
+from chatd.openai.models import ServedModels
 from chatd.openai.request import ChatCompletionRequest
 from chatd.openai.start import start_completion
 from chatd.sse import EventStream
@@ -21,13 +22,14 @@ _CLIENT_GONE = 499
 
 @router.get("/models")
 async def list_models(backend: NeedsBackend) -> Response:
-    model = {"id": backend.settings.model_name, "object": "model", "created": backend.started, "owned_by": "chatd"}
-    return JSONResponse({"object": "list", "data": [model]})
+    """The model, and each of its adapters as a model of its own."""
+    models = ServedModels.of(backend.settings)
+    return JSONResponse({"object": "list", "data": models.listed(backend.started)})
 
 
 @router.post("/chat/completions")
 async def create_chat_completion(asked: ChatCompletionRequest, request: Request, backend: NeedsBackend) -> Response:
-    completion = await start_completion(asked, backend.engine, backend.settings.model_name)
+    completion = await start_completion(asked, backend.engine, ServedModels.of(backend.settings))
     if asked.stream:
         return EventStream(completion.stream(asked.include_usage), on_disconnect=completion.abort)
     return await _whole(completion, request)

@@ -34,6 +34,9 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> N
     if field.annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         return
+    if isinstance(extra := field.json_schema_extra, dict) and extra.get("repeatable"):
+        parser.add_argument(flag, action="append", default=None, metavar="NAME=FOLDER", help=text)
+        return
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
     parser.add_argument(flag, default=None, choices=choices, metavar=None if choices else name.upper(), help=text)
 

@@ -7,16 +7,15 @@ import secrets
 import time
 from dataclasses import replace
 
-from chatd.errors import ModelNotFound
 from chatd.openai.completion import Completion, Head
+from chatd.openai.models import ServedModels
 from chatd.openai.request import ChatCompletionRequest
 from engine.api import Engine, GenerateRequest
 
 
-async def start_completion(asked: ChatCompletionRequest, engine: Engine, served: str) -> Completion:
+async def start_completion(asked: ChatCompletionRequest, engine: Engine, models: ServedModels) -> Completion:
     """Raises ModelNotFound, UnsupportedParameter, InvalidParameter, and the engine's and the codec's errors."""
-    if asked.model not in (served, "default"):
-        raise ModelNotFound(served)
+    model, adapter = models.find(asked.model)
     asked.refuse_unsupported()
     params = asked.sampling(engine.info.default_params)
     prompt = await asyncio.to_thread(engine.codec.prompt, asked.chat(), namespace=asked.namespace)
@@ -25,6 +24,6 @@ async def start_completion(asked: ChatCompletionRequest, engine: Engine, served:
         left = engine.info.context_length - len(prompt.tokens)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, left)))
     number = secrets.token_hex(12)
-    request = GenerateRequest(f"chatcmpl-{number}", prompt.tokens, params, asked.namespace)
-    head = Head(request.id, served, int(time.time()))
+    request = GenerateRequest(f"chatcmpl-{number}", prompt.tokens, params, asked.namespace, adapter=adapter)
+    head = Head(request.id, model, int(time.time()))
     return Completion(head, engine, request, engine.submit(request))

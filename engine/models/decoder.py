@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.adapters.batch import Adapters
 from engine.attention import AttentionBackend
 from engine.models.config import DecoderConfig
 from engine.quant import DenseLinear, Linear
@@ -34,10 +35,13 @@ class _Layer:
 class Decoder:
     """A decoder over converted tensors. Activations are in the dtype of dense weights, float32 beside packed ones."""
 
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], adapters: Adapters | None = None
+    ) -> None:
         self.config = config
         self._embedding = tensors["embedding"]
         packed = any(name.endswith(".int4") for name in tensors)
+        self._adapters = adapters or Adapters()
         self._dtype = torch.float32 if packed else self._embedding.dtype
         self._norm = tensors["norm"].to(self._dtype)
         tied = "lm_head.weight" not in tensors and "lm_head.int8" not in tensors
@@ -86,14 +90,17 @@ class Decoder:
         def norm(name: str) -> torch.Tensor:
             return tensors[prefix + name].to(self._dtype)
 
+        def linear(name: str) -> Linear:
+            return self._adapters.adapt(prefix + name, load_linear(tensors, prefix + name), self._dtype)
+
         has_qk_norm = self.config.qk_norm
         return _Layer(
             attention_norm=norm("attention_norm"),
-            qkv=load_linear(tensors, prefix + "qkv"),
+            qkv=linear("qkv"),
             q_norm=norm("q_norm") if has_qk_norm else None,
             k_norm=norm("k_norm") if has_qk_norm else None,
-            out=load_linear(tensors, prefix + "out"),
+            out=linear("out"),
             mlp_norm=norm("mlp_norm"),
-            gate_up=load_linear(tensors, prefix + "gate_up"),
-            down=load_linear(tensors, prefix + "down"),
+            gate_up=linear("gate_up"),
+            down=linear("down"),
         )

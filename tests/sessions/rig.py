@@ -32,7 +32,7 @@ class Rig:
         engine = engine or ScriptedEngine()
         broker = MemoryBroker()
         turns = TurnService(opened, engine, broker, settings=settings)
-        return cls(url, opened, engine, broker, turns, SessionService(opened, turns))
+        return cls(url, opened, engine, broker, turns, SessionService(opened, turns, engine.info.adapters))
 
     async def session(self, **fields: Any) -> Session:
         return await self.sessions.create(OWNER, **fields)

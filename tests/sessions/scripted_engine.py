@@ -103,6 +103,7 @@ class ScriptedEngine:
         max_waiting: int = 64,
         reply: Callable[[GenerateRequest], str] | None = None,
         default_params: SamplingParams = SamplingParams(temperature=0.5),
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self._codec = codec or LettersCodec()
         self._info = EngineInfo(
@@ -116,6 +117,7 @@ class ScriptedEngine:
             kv_dtype="none",
             device="test",
             default_params=default_params,
+            adapters=adapters,
         )
         self.reply = reply
         self.max_waiting = max_waiting

@@ -1,4 +1,4 @@
-"""Sampling parameters from outside: layers, names and types."""
+"""Sampling parameters and the adapter from outside: layers, names and types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from engine.api import SamplingParams
 from sessions import InvalidInput
-from sessions.params import check_params, resolve_params
+from sessions.params import check_params, resolve_adapter, resolve_params
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.95)
 
@@ -23,6 +23,7 @@ DEFAULTS = SamplingParams(temperature=0.6, top_p=0.95)
         ([{"temperature": 0.1}, {"temperature": None}], SamplingParams(temperature=0.1, top_p=0.95)),
         ([{"max_tokens": 5}, {"min_tokens": 5}], SamplingParams(0.6, 0.95, max_tokens=5, min_tokens=5)),
         ([{"stop_token_ids": [1, 2], "ignore_eos": True}], SamplingParams(0.6, 0.95, None, None, 0, True, (1, 2))),
+        ([{"adapter": "ann"}], DEFAULTS),
         ([{"seed": 2**63 - 1}], SamplingParams(0.6, 0.95, seed=2**63 - 1)),
     ],
 )
@@ -45,6 +46,7 @@ def test_the_last_layer_wins(layers: list[dict[str, Any] | None], expected: Samp
         ([{"max_tokens": False}], "params.max_tokens"),
         ([{"min_tokens": 2}, {"max_tokens": 1}], "params"),
         ([{"ignore_eos": 1}], "params.ignore_eos"),
+        ([{"adapter": 5}], "params.adapter"),
         ([{"stop_token_ids": 5}], "params.stop_token_ids"),
         ([{"stop_token_ids": [1, "2"]}], "params.stop_token_ids"),
         ([{"stop_token_ids": [-1]}], "params.stop_token_ids"),
@@ -59,3 +61,27 @@ def test_what_cannot_be_used_is_named(layers: list[dict[str, Any]], field: str) 
 
 def test_what_is_stored_is_plain() -> None:
     assert check_params({"seed": None, "stop_token_ids": (1, 2), "top_p": 1}) == {"stop_token_ids": [1, 2], "top_p": 1}
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([], None),
+        ([None, {"seed": 1}], None),
+        ([{"adapter": "ann"}], "ann"),
+        ([{"adapter": "ann"}, {}], "ann"),
+        ([{"adapter": "ann"}, {"adapter": None}], "ann"),
+        ([{"adapter": "ann"}, {"adapter": "bob"}], "bob"),
+        ([{"adapter": "ann"}, {"adapter": ""}], None),
+        ([{"adapter": "gone"}, {"adapter": "bob"}], "bob"),
+    ],
+)
+def test_the_last_adapter_named_is_used(layers: list[dict[str, Any] | None], expected: str | None) -> None:
+    assert resolve_adapter(("ann", "bob"), *layers) == expected
+
+
+@pytest.mark.parametrize("layers", [[{"adapter": "eve"}], [{"adapter": "ann"}, {"adapter": "eve"}]])
+def test_an_adapter_must_be_loaded(layers: list[dict[str, Any]]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        resolve_adapter(("ann",), *layers)
+    assert caught.value.field == "params.adapter"

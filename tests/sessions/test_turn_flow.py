@@ -119,6 +119,32 @@ async def test_the_request_says_who_asks_and_how(rig: Rig) -> None:
     assert rig.engine.latest.params == rig.engine.info.default_params
 
 
+async def test_a_message_may_change_the_adapter_of_its_session(open_rig: OpenRig) -> None:
+    rig = await open_rig(ScriptedEngine(reply=lambda request: "fine", adapters=("ann", "bob")))
+    session = await rig.session(params={"adapter": "ann"})
+    for asked, expected in (({}, "ann"), ({"adapter": "bob"}, "bob"), ({"adapter": ""}, None), ({}, "ann")):
+        await rig.log(await rig.send(session, "hi", params=asked))
+        request = rig.engine.latest.request
+        assert (request.adapter, request.namespace) == (expected, "")
+    before = await rig.sessions.messages(OWNER, session.id)
+    with pytest.raises(InvalidInput):
+        await rig.send(session, "hi", params={"adapter": "eve"})
+    with pytest.raises(InvalidInput):
+        await rig.session(params={"adapter": "eve"})
+    assert await rig.sessions.messages(OWNER, session.id) == before
+
+
+async def test_an_adapter_that_is_gone_after_a_restart(open_rig: OpenRig) -> None:
+    first = await open_rig(ScriptedEngine(adapters=("ann",)))
+    session = await first.session(params={"adapter": "ann"})
+    await first.close()
+    rig = await open_rig(ScriptedEngine(reply=lambda request: "fine"))
+    with pytest.raises(InvalidInput, match="adapter"):
+        await rig.send(session, "hi")
+    await rig.log(await rig.send(session, "hi", params={"adapter": ""}))
+    assert rig.engine.latest.request.adapter is None
+
+
 @pytest.mark.parametrize(("system_prompt", "opening"), [(None, "<default>"), ("", "<>"), ("Hi", "<Hi>")])
 async def test_system_prompt_null_is_the_templates_own_and_empty_is_none(
     open_rig: OpenRig, system_prompt: str | None, opening: str

@@ -25,12 +25,18 @@ class Output:
 
 
 async def generate(
-    engine: Engine, prompt: np.ndarray | list[int], *, namespace: str = "", use_cache: bool = True, **params: object
+    engine: Engine,
+    prompt: np.ndarray | list[int],
+    *,
+    namespace: str = "",
+    use_cache: bool = True,
+    adapter: str | None = None,
+    **params: object,
 ) -> Output:
     """One request, greedy unless told otherwise."""
     sampling = SamplingParams(**{"temperature": 0.0, **params})  # type: ignore[arg-type]
     tokens = np.asarray(prompt, dtype=np.int32)
-    request = GenerateRequest(f"test-{next(_ids)}", tokens, sampling, namespace, use_cache=use_cache)
+    request = GenerateRequest(f"test-{next(_ids)}", tokens, sampling, namespace, use_cache=use_cache, adapter=adapter)
     text, ids, cached = "", [], 0
     async for event in engine.submit(request):
         match event:

@@ -1,0 +1,86 @@
+"""Several adapters in one step: whose rows are whose, planned once and read by every linear layer.
+
+    rows of the step    base | ann | ann | base | bob | ann
+    groups              ann: 1, 2, 5    bob: 4
+
+Rows of no adapter are in no group, so a step without adapters costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from engine.adapters.adapter import Adapter, LowRank
+from engine.quant import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """The rows [start, stop) of a step, or those of `scattered` [R] int64 where they do not stand together."""
+
+    adapter: str
+    start: int
+    stop: int
+    scattered: torch.Tensor | None
+
+
+class Adapters:
+    """The loaded adapters and the groups of the planned step. One thread, like the attention backend beside it."""
+
+    def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
+        self._adapters = tuple(adapters)
+        self._groups: tuple[RowGroup, ...] = ()
+
+    @property
+    def groups(self) -> tuple[RowGroup, ...]:
+        return self._groups
+
+    def adapt(self, name: str, linear: Linear, dtype: torch.dtype) -> Linear:
+        """`linear` itself where no adapter changes the layer of this name. dtype: that of its input and output."""
+        updates = {a.name: a.updates[name].to(dtype) for a in self._adapters if name in a.updates}
+        return _AdaptedLinear(linear, updates, self) if updates else linear
+
+    def plan(self, spans: Iterable[tuple[str | None, int]]) -> None:
+        """Says for the next step whose its rows are: (adapter or None, number of rows), from the first row on."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        start = 0
+        for adapter, count in spans:
+            stop = start + count
+            if adapter is not None:
+                mine = found.setdefault(adapter, [])
+                if mine and mine[-1][1] == start:
+                    mine[-1] = (mine[-1][0], stop)
+                else:
+                    mine.append((start, stop))
+            start = stop
+        self._groups = tuple(_group(adapter, mine) for adapter, mine in found.items())
+
+
+def _group(adapter: str, spans: list[tuple[int, int]]) -> RowGroup:
+    scattered = torch.cat([torch.arange(*span) for span in spans]) if len(spans) > 1 else None
+    return RowGroup(adapter, spans[0][0], spans[-1][1], scattered)
+
+
+class _AdaptedLinear:
+    """A linear layer and what each adapter adds to its rows."""
+
+    def __init__(self, linear: Linear, updates: dict[str, LowRank], step: Adapters) -> None:
+        self._linear = linear
+        self._updates = updates
+        self._step = step
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._linear(x)
+        for group in self._step.groups:
+            if (update := self._updates.get(group.adapter)) is None:
+                continue
+            if group.scattered is None:
+                update.add_to(y[group.start : group.stop], x[group.start : group.stop])
+            else:
+                rows = y[group.scattered]
+                update.add_to(rows, x[group.scattered])
+                y[group.scattered] = rows
+        return y
