@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.attention import AttentionBackend, AttentionRow
-from engine.models.decoder import Decoder
+from engine.models.base import Model
 from engine.quant.linear import PACKED_ROWS
 from engine.scheduler import StepRow
 
@@ -14,7 +14,7 @@ from engine.scheduler import StepRow
 class ModelRunner:
     """Runs steps on a model and an attention backend. One thread."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend) -> None:
+    def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self._model = model
         self._attention = attention
 
@@ -38,7 +38,7 @@ class ModelRunner:
         """Runs a prompt and a token through the model, so that the first request does not wait for weights to be read
         in. Uses the first pages of the pool: call it before anybody else does.
         """
-        count = min(PACKED_ROWS + 1, self._model.config.context_length - 1, pool_tokens - 1)
+        count = min(PACKED_ROWS + 1, self._model.spec.context_length - 1, pool_tokens - 1)
         if count < 1:
             return
         pages = np.arange(count + 1, dtype=np.int32)

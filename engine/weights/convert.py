@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError
 
 from engine.errors import ModelError
-from engine.models.config import DecoderConfig, from_gguf, from_hf
+from engine.models.config import DecoderConfig, from_hf
+from engine.models.gguf_config import from_gguf
 from engine.quant import int4
 from engine.quant.linear import quantize_rows_int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
@@ -28,7 +29,7 @@ from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 SIZES_FILE = "sizes.json"
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from engine.attention import AttentionRow, KVShape, TorchAttention
+from engine.attention import AttentionRow, TorchAttention
 from engine.errors import ModelError
+from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.weights import open_model
 from tests.support.tiny_models import save_tiny
@@ -23,38 +25,78 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
-    ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
-    ("llama", {"max_shard_size": "40KB"}),
-    ("mistral", {"sliding_window": None}),
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen3", {"head_dim": 16}),
-]
-IDS = [f"{name}-{'-'.join(options) or 'plain'}" for name, options in MODELS]
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 4.0,
+}
+MSCALE = {**YARN_ROPE, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama, rope llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, rope linear": ("llama", {"rope_parameters": {**DYNAMIC_ROPE, "rope_type": "linear"}}),
+    "llama, rope dynamic": ("llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "llama, rope yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama, rope yarn with mscale": ("llama", {"rope_parameters": MSCALE}),
+    "llama, sharded": ("llama", {"max_shard_size": "40KB"}),
+    "llama, as SmolLM2": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 96}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 10}),
+    "mistral, window, sharded": ("mistral", {"sliding_window": 7, "max_shard_size": "40KB"}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3, untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layers": [0, 1, 0]}),
+    "smollm3, windows without positions": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 12},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window not used": ("qwen2", {"sliding_window": 8}),
+    "qwen2, upper layers windowed": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen2, rope yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, tied, biases": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3, listed windows": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
 
 
-def attention_for(model: Decoder, page_size: int = 4, num_pages: int = 64) -> TorchAttention:
-    c = model.config
-    return TorchAttention(KVShape(c.num_layers, c.num_kv_heads, c.head_dim, num_pages, page_size, torch.float32))
+def attention_for(model: Model, page_size: int = 4, num_pages: int = 64) -> TorchAttention:
+    return TorchAttention(model.spec.kv_shape(num_pages, page_size, torch.float32), model.spec.layers)
 
 
-def logits(model: Decoder, attention: TorchAttention, ids: torch.Tensor, row: AttentionRow) -> torch.Tensor:
+def logits(model: Model, attention: TorchAttention, ids: torch.Tensor, row: AttentionRow) -> torch.Tensor:
     attention.plan([row])
     span = torch.arange(row.start, row.start + row.count)
     with torch.inference_mode():
         return model.forward(ids[span], span, torch.arange(row.count), attention)
 
 
-@pytest.mark.parametrize(("model_type", "options"), MODELS, ids=IDS)
+@pytest.mark.parametrize(("model_type", "options"), MODELS.values(), ids=MODELS)
 def test_logits_equal_transformers(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     reference = save_tiny(tmp_path / "model", model_type, **options)
     converted = open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
-    model = Decoder(converted.config, converted.tensors())
-    ids = torch.randint(3, converted.config.vocab_size, (100,), generator=torch.Generator().manual_seed(1))
+    assert_equals(Decoder(converted.config, converted.tensors()), reference)
+
+
+def assert_equals(model: Model, reference: PreTrainedModel) -> None:
+    """100 tokens have the reference's logits: computed at once, from pages that hold the first 48, and in chunks."""
+    ids = torch.randint(3, model.spec.vocab_size, (100,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
     attention = attention_for(model)
