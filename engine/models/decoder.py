@@ -1,7 +1,7 @@
 """One compact decoder for the Llama family, over flat tokens: no batch dimension, no padding.
 
 Norms first, residuals in between, rotary positions on queries and keys (adjacent pairs, as one complex product) and
-SwiGLU. Which of biases, q/k norms, rope scaling, windows and layers without positions a model has is in its DecoderConfig.
+SwiGLU. Which of biases, q/k norms, rope scaling, windows and layers without positions there are is in DecoderConfig.
 """
 
 from __future__ import annotations

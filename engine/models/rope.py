@@ -20,8 +20,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """theta: the base of the frequencies. divisors: what each frequency is divided by, one for each pair; None: nothing.
-    magnitude: rotated queries and keys are this much longer (YaRN)."""
+    """theta: the base of the frequencies. divisors: what each pair's frequency is divided by; None: nothing. magnitude:
+    rotated queries and keys are this much longer (YaRN)."""
 
     theta: float
     divisors: tuple[float, ...] | None = None
@@ -83,8 +83,10 @@ def _yarn(options: Mapping[str, Any], head_dim: int, theta: float, context: int)
     magnitude = options.get("attention_factor")
     if magnitude is None:
         mscale, over_all = options.get("mscale"), options.get("mscale_all_dim")
-        both = mscale and over_all
-        magnitude = _growth(factor, mscale) / _growth(factor, over_all) if both else _growth(factor, 1.0)
+        if mscale and over_all:
+            magnitude = _growth(factor, float(mscale)) / _growth(factor, float(over_all))
+        else:
+            magnitude = _growth(factor, 1.0)
     return Rope(theta, _mixed(kept, factor), float(magnitude))
 
 

@@ -99,10 +99,7 @@ def _open(folder: Path) -> ConvertedModel:
 
 def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
     if isinstance(source, FolderSource):
-        try:
-            config = from_hf(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        except (ValueError, OSError) as error:
-            raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from None
+        config = from_hf(source.config())
         tensors: TensorSource = SafetensorsSource(path, config)
         assets = assets_from_folder(path)
     else:

@@ -95,7 +95,8 @@ def test_logits_equal_transformers(model_type: str, options: dict[str, Any], tmp
 
 
 def assert_equals(model: Model, reference: PreTrainedModel) -> None:
-    """100 tokens have the reference's logits: computed at once, from pages that hold the first 48, and in chunks."""
+    """100 tokens have the reference's logits: computed at once, from pages that hold the first 48, in chunks, and beside
+    another sequence."""
     ids = torch.randint(3, model.spec.vocab_size, (100,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
@@ -115,6 +116,17 @@ def assert_equals(model: Model, reference: PreTrainedModel) -> None:
     for start, count in [(0, 1), (1, 6), (7, 1), (8, 60), (68, 31), (99, 1)]:
         part = logits(model, attention, ids, AttentionRow(3, other, start, count, 100))
         torch.testing.assert_close(part, expected[start : start + count], atol=1e-4, rtol=0)
+
+    attention.drop(3)
+    short = ids[30:57]  # whole, while the other sequence goes on from its cached 60 tokens
+    with torch.inference_mode():
+        expected_short = reference(short[None]).logits[0]
+        attention.plan([AttentionRow(4, other, 60, 13, 100), AttentionRow(5, pages, 0, len(short), len(short))])
+        positions = torch.cat((torch.arange(60, 73), torch.arange(len(short))))
+        rows = torch.tensor([12, 13, 39])
+        beside = model.forward(torch.cat((ids[60:73], short)), positions, rows, attention)
+    wanted = torch.stack((expected[72], expected_short[0], expected_short[26]))
+    torch.testing.assert_close(beside, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
