@@ -17,6 +17,8 @@ from engine.models.decoder import Decoder
 from engine.weights import open_model
 from tests.support.tiny_models import save_tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -95,8 +97,8 @@ def test_logits_equal_transformers(model_type: str, options: dict[str, Any], tmp
 
 
 def assert_equals(model: Model, reference: PreTrainedModel) -> None:
-    """100 tokens have the reference's logits: computed at once, from pages that hold the first 48, in chunks, and beside
-    another sequence."""
+    """100 tokens have the reference's logits: computed at once, from pages that hold the first 48, in chunks, and
+    beside another sequence."""
     ids = torch.randint(3, model.spec.vocab_size, (100,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]

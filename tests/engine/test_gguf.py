@@ -20,6 +20,8 @@ from engine.weights.tensors import interleave_rotary
 from tests.engine.test_decoder import assert_equals
 from tests.support.tiny_models import CHATML, ascii_tokenizer, save_tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
