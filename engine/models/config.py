@@ -17,13 +17,14 @@ class _Family:
     rope_theta: float = 10_000.0
     tied: bool = False
     head_dim: int | None = None
+    window: int | None = None
 
 
 FAMILIES = {
     "llama": _Family(),
-    "mistral": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(head_dim=128),
+    "mistral": _Family(window=4096),
+    "qwen2": _Family(window=4096),
+    "qwen3": _Family(head_dim=128, window=4096),
     "smollm3": _Family(rope_theta=2_000_000.0, tied=True),
 }
 
@@ -53,6 +54,9 @@ class DecoderConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "context_length"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"the configuration says {name} = {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key heads evenly")
         if self.head_dim % 2:
@@ -75,10 +79,11 @@ class DecoderConfig:
 
 
 def is_compact(config: Mapping[str, Any]) -> bool:
-    """Whether the contents of a config.json describe what the compact decoder computes."""
+    """Whether the contents of a config.json describe what the compact decoder computes. Raises ModelError where they
+    are not even of the right types."""
     rope = _rope_options(config)
     return (
-        config.get("model_type") in FAMILIES
+        str(config.get("model_type")) in FAMILIES
         and config.get("hidden_act", "silu") == "silu"
         and _rope_kind(rope) in ROPE_TYPES
         and (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) == 1.0
@@ -128,7 +133,13 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rope_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    options: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ModelError(f"config.json cannot be used: {name} is no object")
+        options |= given
+    return options
 
 
 def _rope_kind(rope: Mapping[str, Any]) -> str:
@@ -151,7 +162,7 @@ def _windows(
     config: Mapping[str, Any], model_type: str, layers: int, rotary: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     """Which layers see only a window: listed in layer_types, else by the rule of the family."""
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", FAMILIES[model_type].window)
     if model_type == "llama" or not window or not config.get("use_sliding_window", model_type == "mistral"):
         return (None,) * layers
     if (kinds := config.get("layer_types")) is not None:

@@ -41,14 +41,15 @@ class Rope:
 def scaled_rope(kind: str, options: Mapping[str, Any], head_dim: int, theta: float, context: int) -> Rope:
     """The rotary positions of a scaling by the names of Hugging Face's rope_parameters.
 
-    context: max_position_embeddings. Raises ModelError for a kind that is not known, KeyError for a missing option.
+    context: max_position_embeddings. Raises ModelError for a kind that is not known, KeyError for a missing option,
+    ValueError, TypeError or ArithmeticError for one that makes no sense.
     """
     match kind:
         case "default" | "dynamic":
             # Dynamic NTK changes the angles only beyond the trained context, where this engine never goes.
             return Rope(theta)
         case "linear":
-            return Rope(theta, (float(options["factor"]),) * (head_dim // 2))
+            return Rope(theta, _mixed([0.0] * (head_dim // 2), float(options["factor"])))
         case "llama3":
             return _llama3(options, head_dim, theta, context)
         case "yarn":
@@ -68,7 +69,8 @@ def _llama3(options: Mapping[str, Any], head_dim: int, theta: float, context: in
 def _yarn(options: Mapping[str, Any], head_dim: int, theta: float, context: int) -> Rope:
     """YaRN (arXiv 2309.00071): as above, by how often a pair turns within the trained context; and longer vectors."""
     trained = float(options.get("original_max_position_embeddings") or context)
-    factor = float(options.get("factor") or context / trained)
+    given = options.get("factor")
+    factor = context / trained if given is None else float(given)
     fast, slow = float(options.get("beta_fast") or 32), float(options.get("beta_slow") or 1)
 
     def pair_that_turns(times: float) -> float:
@@ -92,6 +94,8 @@ def _yarn(options: Mapping[str, Any], head_dim: int, theta: float, context: int)
 
 def _mixed(kept: list[float], factor: float) -> tuple[float, ...]:
     """Divisors for frequencies of which the share `kept` stays and the rest is divided by `factor`."""
+    if factor <= 0:
+        raise ValueError(f"a rope factor must be positive, not {factor}")
     return tuple(1.0 / ((1.0 - share) / factor + share) for share in kept)
 
 

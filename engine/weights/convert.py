@@ -109,6 +109,8 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
             config = from_gguf(gguf_metadata(reader), {t.name for t in reader.tensors}, factors)
         except KeyError as missing:
             raise ModelError(f"the GGUF file {path} has no {missing}") from None
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ModelError(f"the metadata of {path} cannot be used: {error}") from None
         tensors = GgufTensors(reader, config)
         assets = assets_from_gguf(reader)
         if isinstance(source, PackageSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,24 @@ def test_narrow_weights_stay_close_to_the_dense_model(dtype: str, tmp_path: Path
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'), "'gpt2' is not supported"),
         (lambda f: (f / "config.json").write_text("{nonsense"), "cannot be read"),
+        (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+        (lambda f: set_options(f, rope_parameters="none"), "rope_parameters is no object"),
+        (lambda f: set_options(f, rope_parameters={"rope_type": "yarn", "factor": 0}), "cannot be used: "),
+        (lambda f: set_options(f, rope_parameters={"rope_type": "linear"}), "has no 'factor'"),
+        (
+            lambda f: set_options(f, rope_parameters={"rope_type": "longrope"}),
+            "rotary positions that are not supported",
+        ),
+        (lambda f: set_options(f, hidden_act="gelu"), "an activation or rotary positions"),
+        (lambda f: set_options(f, num_key_value_heads=3), "cannot share 3 key heads"),
+        (lambda f: set_options(f, max_position_embeddings=0), "context_length = 0"),
+        (lambda f: set_options(f, head_dim=15), "an even head size"),
+        (lambda f: set_options(f, model_type="mistral", sliding_window=-1), "at least 1 token"),
+        (lambda f: set_options(f, model_type="smollm3", no_rope_layers=[1]), "has 1 rotary layers for 3 layers"),
+        (
+            lambda f: set_options(f, model_type="qwen2", use_sliding_window=True, layer_types=["chunked_attention"]),
+            "the layer type 'chunked_attention'",
+        ),
         (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "has no 'num_attention_heads'"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 50), "not a usable safetensors"),
         (
@@ -178,6 +197,11 @@ def test_unusable_folders_are_named(change: Any, message: str, tmp_path: Path) -
     with pytest.raises(ModelError) as caught:
         open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
     assert message in str(caught.value)
+
+
+def set_options(folder: Path, **options: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **options}))
 
 
 def rewrite(folder: Path, change: Any) -> None:
