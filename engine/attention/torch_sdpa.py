@@ -136,13 +136,14 @@ def _attend_capped(
     """As `_attend`, with capped scores; without a mask every token sees every key."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[0]
-    grouped = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
-    scores = (grouped @ k[:, None].transpose(-1, -2)).float() * (scale if scale is not None else head_dim**-0.5)
-    scores = softcap * torch.tanh(scores / softcap)
+    # The query heads of a group and their tokens are the rows of one product with the keys that they share.
+    rows = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    scores = torch.bmm(rows, k.transpose(1, 2)).float()
+    scores = scores.mul_((scale if scale is not None else head_dim**-0.5) / softcap).tanh_().mul_(softcap)
     if mask is not None:
-        scores += mask
-    attended = torch.softmax(scores, dim=-1).to(v.dtype) @ v[:, None]
-    return attended.permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+        scores.view(kv_heads, -1, *mask.shape).add_(mask)
+    attended = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v)
+    return attended.view(kv_heads, -1, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
 def _runs(pages: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:

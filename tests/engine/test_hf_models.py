@@ -166,14 +166,25 @@ FOUND_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model_type", "options", "message"), FOUND_OUT.values(), ids=FOUND_OUT)
 def test_what_does_not_qualify_is_found_out_by_running_it(
-    model_type: str, options: dict[str, Any], message: str, tmp_path: Path
+    model_type: str, options: dict[str, Any], message: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, model_type, **options)
     with pytest.raises(ModelError) as caught:
-        load_hf(tmp_path, torch.float32, packed=False)
+        load_hf(tmp_path, dtype, packed=False)
     assert message in str(caught.value)
+
+
+def test_rounding_is_no_reason_to_refuse_and_the_check_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
+    # Twelve layers of large random weights make much of every rounding in bfloat16.
+    reference = save_tiny(tmp_path, "gpt2", num_hidden_layers=12, initializer_range=0.4)
+    module = load_hf(tmp_path, torch.bfloat16, packed=False).module
+    loaded = dict(module.named_parameters())
+    assert {name: p.dtype for name, p in loaded.items()} == dict.fromkeys(loaded, torch.bfloat16)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(loaded[name], parameter.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ModelError
 from engine.models.hf import interface
+from engine.models.hf.check import check
 from engine.models.hf.model import HfModel
 from engine.models.hf.packing import pack_linears
-from engine.models.hf.probe import check, probe
+from engine.models.hf.probe import probe
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ class HfModel:
     """Implements `Model`. The module must attend through `interface.NAME` and be as `spec` says."""
 
     def __init__(self, module: PreTrainedModel, spec: ModelSpec) -> None:
-        self._module = module
+        self.module = module
         self._spec = spec
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
@@ -42,7 +42,7 @@ class HfModel:
 
         # The products of the head want at least one row.
         rows = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.int64)
-        logits = call(self._module, tokens, positions, attend, **({"logits_to_keep": rows} if self._keeps_rows else {}))
+        logits = call(self.module, tokens, positions, attend, **({"logits_to_keep": rows} if self._keeps_rows else {}))
         return (logits if self._keeps_rows else logits[rows])[: len(logit_rows)].float()
 
 
