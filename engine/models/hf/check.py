@@ -81,21 +81,23 @@ def _logits_in_steps(model: HfModel, prompt: torch.Tensor, beside: torch.Tensor)
 def _in_float32(module: nn.Module) -> Iterator[None]:
     """Each layer computes in float32 while it runs and has its own weights before and after, so that rounding hides
     nothing, and the whole never has to fit into memory in float32."""
-    kept: dict[nn.Parameter, torch.Tensor] = {}
+    kept: dict[nn.Module, list[tuple[nn.Parameter, torch.Tensor]]] = {}
 
     def widen(layer: nn.Module, *_: Any) -> None:
-        for parameter in layer.parameters(recurse=False):
-            kept[parameter] = parameter.data
+        # What is shared with a layer further out is wide already.
+        narrow = [p for p in layer.parameters(recurse=False) if p.dtype != torch.float32]
+        kept[layer] = [(parameter, parameter.data) for parameter in narrow]
+        for parameter in narrow:
             parameter.data = parameter.data.float()
 
-    def narrow(layer: nn.Module, *_: Any) -> None:
-        for parameter in layer.parameters(recurse=False):
-            parameter.data = kept.pop(parameter)
+    def restore(layer: nn.Module, *_: Any) -> None:
+        for parameter, data in kept.pop(layer, ()):
+            parameter.data = data
 
     hooks = []
     for layer in module.modules():
         if any(parameter.dtype != torch.float32 for parameter in layer.parameters(recurse=False)):
-            hooks += [layer.register_forward_pre_hook(widen), layer.register_forward_hook(narrow, always_call=True)]
+            hooks += [layer.register_forward_pre_hook(widen), layer.register_forward_hook(restore, always_call=True)]
     try:
         yield
     finally:
