@@ -53,7 +53,7 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         device="cpu",
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
     )
-    runner = ModelRunner(loaded.model, TorchAttention(shape, spec.layers))
+    runner = ModelRunner(loaded.model, TorchAttention(shape, spec.layers), codec.vocab_size)
     runner.warm_up(info.pool_tokens)
     return LocalEngine(info, codec, runner, cache, config)
 

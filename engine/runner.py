@@ -12,26 +12,31 @@ from engine.scheduler import StepRow
 
 
 class ModelRunner:
-    """Runs steps on a model and an attention backend. One thread."""
+    """Runs steps on a model and an attention backend. One thread.
 
-    def __init__(self, model: Model, attention: AttentionBackend) -> None:
+    vocab_size: of the tokenizer. A model may have more rows, by which its vocabulary was padded: they have no text.
+    """
+
+    def __init__(self, model: Model, attention: AttentionBackend, vocab_size: int) -> None:
         self._model = model
         self._attention = attention
+        self._vocab_size = vocab_size
 
     @torch.inference_mode()
     def run(self, rows: list[StepRow]) -> torch.Tensor:
-        """Logits [S, vocab] float32 for the S rows that sample, in their order."""
+        """Logits [S, vocab_size] float32 for the S rows that sample, in their order."""
         self._attention.plan([_attention_row(row) for row in rows])
         tokens = np.concatenate([row.sequence.tokens[row.start : row.start + row.count] for row in rows])
         positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
         ends = np.cumsum([row.count for row in rows]) - 1
         logit_rows = ends[[row.samples for row in rows]]
-        return self._model.forward(
+        logits = self._model.forward(
             torch.from_numpy(tokens.astype(np.int64)),
             torch.from_numpy(positions),
             torch.from_numpy(logit_rows),
             self._attention,
         )
+        return logits[:, : self._vocab_size]
 
     @torch.inference_mode()
     def warm_up(self, pool_tokens: int) -> None:

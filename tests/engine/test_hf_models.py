@@ -215,6 +215,21 @@ def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path) -> Non
         load_engine(EngineConfig(tmp_path / "models", str(tmp_path / "model"), dtype="float32"))
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+async def test_ids_without_text_are_never_sampled(model_type: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path / "model", model_type, vocab_size=600)
+    engine = load_engine(EngineConfig(tmp_path / "models", str(tmp_path / "model"), dtype="float32"))
+    try:
+        prompt = np.arange(3, 40, dtype=np.int32)
+        expected, _ = reference_greedy(reference, prompt, 20)
+        assert max(expected) >= engine.codec.vocab_size
+        output = await generate(engine, prompt, max_tokens=20, min_tokens=20, ignore_eos=True)
+        assert len(output.ids) == 20
+        assert max(output.ids) < engine.codec.vocab_size
+    finally:
+        await engine.close()
+
+
 def test_pulling_leaves_such_a_model_where_it_is(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "gpt2")
     assert pull(str(tmp_path / "model"), tmp_path / "models") == tmp_path / "model"

@@ -39,8 +39,16 @@ def load_hf(folder: Path, dtype: torch.dtype, *, packed: bool) -> HfModel:
     check(module, model)
     if packed:
         log.info("%s: %d linear layers packed to 4 bits", folder.name, pack_linears(module))
-        probe(module, context)  # a layer that does more with its weights than multiply would fail here
+        _check_packed(module, context)
     return model
+
+
+def _check_packed(module: PreTrainedModel, context: int) -> None:
+    """Code that does more with the weights of a layer than multiply by them fails here, not at the first request."""
+    try:
+        probe(module, context)
+    except ModelError as error:
+        raise ModelError(f"{error}: with 4-bit weights. Set the dtype to bfloat16") from error
 
 
 def _config(folder: Path) -> PretrainedConfig:
