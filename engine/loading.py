@@ -9,16 +9,15 @@ from dataclasses import replace
 import torch
 
 from cache import PagePool, PrefixCache
-from engine.adapters import Adapters, load_adapter
 from engine.api import EngineInfo, SamplingParams
 from engine.attention import KVShape, TorchAttention
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.local import LocalEngine
-from engine.models.decoder import Decoder
+from engine.models.base import ModelSpec
+from engine.models.registry import load_model
 from engine.runner import ModelRunner
 from engine.text import Codec
-from engine.weights import ConvertedModel, open_model
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +26,20 @@ def load_engine(config: EngineConfig) -> LocalEngine:
     """Loads the model (fetching and converting it the first time) and starts the engine. Blocks; raises ModelError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    converted = open_model(config.model, config.models_dir, config.dtype)
-    adapters = Adapters(load_adapter(source, converted.config) for source in config.adapters)
-    model = Decoder(converted.config, converted.tensors(), adapters)
-    context = config.context_length or converted.config.context_length
-    if context > converted.config.context_length:
+    loaded = load_model(config.model, config.models_dir, config.dtype, config.adapters)
+    spec = loaded.model.spec
+    context = config.context_length or spec.context_length
+    if context > spec.context_length:
         raise ModelError(
-            f"a context of {context} tokens was asked for, but the model was made for {converted.config.context_length}"
+            f"a context of {context} tokens was asked for, but the model was made for {spec.context_length}"
         )
-    if converted.assets.chat_template is None:
+    if loaded.assets.chat_template is None:
         log.warning("%s brings no chat template: a plain one is used", config.model)
     kv_dtype = _kv_dtype(config)
-    shape = _kv_shape(config, converted, kv_dtype, context)
-    codec = Codec(converted.assets)
+    shape = _kv_shape(config, spec, kv_dtype, context)
+    codec = Codec(loaded.assets)
+    if codec.vocab_size > spec.vocab_size:
+        raise ModelError(f"the tokenizer has {codec.vocab_size} ids, and the model knows {spec.vocab_size}")
     cache = PrefixCache(PagePool(shape.num_pages, shape.page_size), config.cache_policy)
     info = EngineInfo(
         model=config.model,
@@ -48,13 +48,13 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         page_size=shape.page_size,
         num_pages=shape.num_pages,
         pool_bytes=shape.num_pages * shape.page_bytes,
-        weights_dtype="int4" if config.dtype == "auto" else config.dtype,
+        weights_dtype=loaded.weights,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         device="cpu",
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
         adapters=tuple(source.name for source in config.adapters),
     )
-    runner = ModelRunner(model, TorchAttention(shape), adapters)
+    runner = ModelRunner(loaded.model, TorchAttention(shape, spec.layers), loaded.adapters, codec.vocab_size)
     runner.warm_up(info.pool_tokens)
     return LocalEngine(info, codec, runner, cache, config)
 
@@ -72,10 +72,9 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
     return dtype
 
 
-def _kv_shape(config: EngineConfig, converted: ConvertedModel, dtype: torch.dtype, context: int) -> KVShape:
+def _kv_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, context: int) -> KVShape:
     """The pool: what was asked for, or 8 contexts within a quarter of the memory."""
-    c = converted.config
-    token_bytes = c.kv_elements_per_token() * dtype.itemsize
+    token_bytes = spec.kv_elements_per_token() * dtype.itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tokens = config.pool_tokens or min(8 * context, memory // 4 // token_bytes)
     if tokens * token_bytes > memory:
@@ -86,4 +85,4 @@ def _kv_shape(config: EngineConfig, converted: ConvertedModel, dtype: torch.dtyp
     num_pages = tokens // config.page_size
     if num_pages < 1:
         raise ModelError(f"a pool of {tokens} tokens holds no page of {config.page_size} tokens")
-    return KVShape(c.num_layers, c.num_kv_heads, c.head_dim, num_pages, config.page_size, dtype)
+    return spec.kv_shape(num_pages, config.page_size, dtype)

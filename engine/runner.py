@@ -7,41 +7,46 @@ import torch
 
 from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow
-from engine.models.decoder import Decoder
+from engine.models.base import Model
 from engine.quant.linear import PACKED_ROWS
 from engine.scheduler import StepRow
 
 
 class ModelRunner:
-    """Runs steps on a model, its adapters and an attention backend. One thread."""
+    """Runs steps on a model, its adapters and an attention backend. One thread.
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, adapters: Adapters) -> None:
+    vocab_size: of the tokenizer. A model may have more rows, by which its vocabulary was padded: they have no text.
+    """
+
+    def __init__(self, model: Model, attention: AttentionBackend, adapters: Adapters, vocab_size: int) -> None:
         self._model = model
         self._attention = attention
         self._adapters = adapters
+        self._vocab_size = vocab_size
 
     @torch.inference_mode()
     def run(self, rows: list[StepRow]) -> torch.Tensor:
-        """Logits [S, vocab] float32 for the S rows that sample, in their order."""
+        """Logits [S, vocab_size] float32 for the S rows that sample, in their order."""
         self._attention.plan([_attention_row(row) for row in rows])
         self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
         tokens = np.concatenate([row.sequence.tokens[row.start : row.start + row.count] for row in rows])
         positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
         ends = np.cumsum([row.count for row in rows]) - 1
         logit_rows = ends[[row.samples for row in rows]]
-        return self._model.forward(
+        logits = self._model.forward(
             torch.from_numpy(tokens.astype(np.int64)),
             torch.from_numpy(positions),
             torch.from_numpy(logit_rows),
             self._attention,
         )
+        return logits[:, : self._vocab_size]
 
     @torch.inference_mode()
     def warm_up(self, pool_tokens: int) -> None:
         """Runs a prompt and a token through the model, so that the first request does not wait for weights to be read
         in. Uses the first pages of the pool: call it before anybody else does.
         """
-        count = min(PACKED_ROWS + 1, self._model.config.context_length - 1, pool_tokens - 1)
+        count = min(PACKED_ROWS + 1, self._model.spec.context_length - 1, pool_tokens - 1)
         if count < 1:
             return
         pages = np.arange(count + 1, dtype=np.int32)

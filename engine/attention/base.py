@@ -29,6 +29,20 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What is particular to the attention of one layer.
+
+    window: a token sees itself and the window - 1 tokens before it, None: all of them. K and V of older tokens are kept
+    all the same, so that every layer of a prefix can be shared. softcap: scores become softcap * tanh(score / softcap)
+    (Gemma 2, arXiv 2408.00118). scale: what scores are multiplied by, None: head_dim ** -0.5.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRow:
     """One sequence in a step: its tokens start .. start + count - 1 are computed, those before `start` have K and V.
 

@@ -20,25 +20,34 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import AttentionRow, KVShape
+from engine.attention.base import AttentionRow, KVShape, LayerAttention
+from engine.attention.visible import Visible, visible
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedRow:
-    """tokens: the row's part of the flat step. mask: [count, start + count] of the K/V dtype, None for a single token
-    and for a row without a past, where causality alone says it."""
+    """tokens: the row's part of the flat step. visible: what they see, for each kind of layer of the model."""
 
     row: AttentionRow
     tokens: slice
     working: torch.Tensor
-    mask: torch.Tensor | None
+    visible: tuple[Visible, ...]
 
 
 class TorchAttention:
-    """The AttentionBackend for CPUs. Holds the pool: num_pages * page_bytes bytes, touched as it fills."""
+    """The AttentionBackend for CPUs. Holds the pool: num_pages * page_bytes bytes, touched as it fills.
 
-    def __init__(self, shape: KVShape) -> None:
+    layers: one for each layer of the shape; None: all of them plain.
+    """
+
+    def __init__(self, shape: KVShape, layers: Sequence[LayerAttention] | None = None) -> None:
         self._shape = shape
+        self._layers = tuple(layers) if layers is not None else (LayerAttention(),) * shape.num_layers
+        if len(self._layers) != shape.num_layers:
+            raise ValueError(f"{shape.num_layers} layers, but the attention of {len(self._layers)}")
+        kinds = [(layer.window, layer.softcap is not None) for layer in self._layers]
+        self._kinds = tuple(dict.fromkeys(kinds))
+        self._kind_of = tuple(self._kinds.index(kind) for kind in kinds)
         slots = shape.num_pages * shape.page_size
         self._pool = torch.empty((2, shape.num_layers, shape.num_kv_heads, slots, shape.head_dim), dtype=shape.dtype)
         self._working: dict[int, torch.Tensor] = {}
@@ -50,22 +59,24 @@ class TorchAttention:
             working = self._working.get(row.sequence)
             if working is None:
                 working = self._working[row.sequence] = self._fill(row)
-            mask = _causal_mask(row.start, row.count, self._shape.dtype) if row.start and row.count > 1 else None
-            planned.append(_PlannedRow(row, slice(offset, offset + row.count), working, mask))
+            seen = tuple(visible(row, window, self._shape.dtype, explicit=capped) for window, capped in self._kinds)
+            planned.append(_PlannedRow(row, slice(offset, offset + row.count), working, seen))
             offset += row.count
         self._planned = planned
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         dtype = self._shape.dtype
         keys, values, queries = k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1), q.to(dtype)
-        out = torch.empty_like(q)
+        out, kind = torch.empty_like(q), self._kind_of[layer]
         for planned in self._planned:
             row, tokens = planned.row, planned.tokens
             end = row.start + row.count
             sequence_keys, sequence_values = planned.working[0, layer], planned.working[1, layer]
             sequence_keys[:, row.start : end] = keys[:, tokens]
             sequence_values[:, row.start : end] = values[:, tokens]
-            out[tokens] = _attend(queries[tokens], sequence_keys[:, :end], sequence_values[:, :end], planned.mask)
+            seen = planned.visible[kind]
+            visible_keys, visible_values = sequence_keys[:, seen.first : end], sequence_values[:, seen.first : end]
+            out[tokens] = _attend(queries[tokens], visible_keys, visible_values, seen.mask, self._layers[layer])
         if layer == self._shape.num_layers - 1:
             for planned in self._planned:
                 self._store_full_pages(planned)
@@ -94,24 +105,45 @@ class TorchAttention:
             self._pool[..., slot : slot + end - start, :] = planned.working[..., start:end, :]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[T, Hq, D] against [Hkv, S, D]; a single token without a mask, or T = S, which is plainly causal."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: LayerAttention
+) -> torch.Tensor:
+    """[T, Hq, D] against [Hkv, S, D]; without a mask a single token, or T = S, which is plainly causal."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[0]
+    if options.softcap is not None:
+        return _attend_capped(q, k, v, mask, options.softcap, options.scale)
     if tokens == 1:
         # The query heads of a group see the same keys: as rows of one small product they read them once.
         grouped = q.view(1, kv_heads, heads // kv_heads, head_dim)
-        return F.scaled_dot_product_attention(grouped, k[None], v[None]).view(1, heads, head_dim)
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=options.scale).view(1, heads, head_dim)
     queries = q.transpose(0, 1)[None]
     attended = F.scaled_dot_product_attention(
-        queries, k[None], v[None], attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
+        queries,
+        k[None],
+        v[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=options.scale,
+        enable_gqa=heads != kv_heads,
     )
     return attended[0].transpose(0, 1)
 
 
-def _causal_mask(start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """[count, start + count]: token i of the chunk sees the positions up to start + i."""
-    return torch.full((count, start + count), float("-inf"), dtype=dtype).triu_(start + 1)
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softcap: float, scale: float | None
+) -> torch.Tensor:
+    """As `_attend`, with capped scores; without a mask every token sees every key."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    # The query heads of a group and their tokens are the rows of one product with the keys that they share.
+    rows = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    scores = torch.bmm(rows, k.transpose(1, 2)).float()
+    scores = scores.mul_((scale if scale is not None else head_dim**-0.5) / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.view(kv_heads, -1, *mask.shape).add_(mask)
+    attended = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v)
+    return attended.view(kv_heads, -1, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
 def _runs(pages: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:

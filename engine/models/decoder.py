@@ -1,7 +1,7 @@
 """One compact decoder for the Llama family, over flat tokens: no batch dimension, no padding.
 
 Norms first, residuals in between, rotary positions on queries and keys (adjacent pairs, as one complex product) and
-SwiGLU. Which of biases, q/k norms and rope scaling a model has is in its DecoderConfig.
+SwiGLU. Which of biases, q/k norms, rope scaling, windows and layers without positions there are is in DecoderConfig.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.adapters.batch import Adapters
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, LayerAttention
+from engine.models.base import ModelSpec
 from engine.models.config import DecoderConfig
 from engine.quant import DenseLinear, Linear
 from engine.quant.linear import load_linear
@@ -22,6 +23,7 @@ from engine.quant.linear import load_linear
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    rotary: bool
     attention_norm: torch.Tensor
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -46,18 +48,21 @@ class Decoder:
         self._norm = tensors["norm"].to(self._dtype)
         tied = "lm_head.weight" not in tensors and "lm_head.int8" not in tensors
         self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head")
-        self._layers = tuple(self._layer(tensors, f"layers.{i}.") for i in range(config.num_layers))
-        angles = np.outer(np.arange(config.context_length), config.inv_freq())
-        self._rotations = torch.polar(torch.ones(angles.shape), torch.from_numpy(angles.astype(np.float32)))
+        self._layers = tuple(self._layer(tensors, i) for i in range(config.num_layers))
+        angles = np.outer(np.arange(config.context_length), config.rope.inv_freq(config.head_dim))
+        magnitudes = torch.full(angles.shape, config.rope.magnitude)
+        self._rotations = torch.polar(magnitudes, torch.from_numpy(angles.astype(np.float32)))
+
+    @property
+    def spec(self) -> ModelSpec:
+        c = self.config
+        layers = tuple(LayerAttention(window) for window in c.windows)
+        return ModelSpec(c.vocab_size, c.context_length, c.num_kv_heads, c.head_dim, layers)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Logits, [R, vocab] float32, of the R rows of the step that `logit_rows` names.
-
-        tokens and positions: [T] int64, the step for which `attention` was planned. logit_rows: [R] int64 indices into
-        T; R may be 0.
-        """
+        """See `Model.forward`."""
         x = F.embedding(tokens, self._embedding).to(self._dtype)
         rotations = self._rotations[positions][:, None]
         for index, layer in enumerate(self._layers):
@@ -79,6 +84,8 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rotated[:, : c.num_heads], rotated[:, c.num_heads :]
             rotated = torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), dim=1)
+        if not layer.rotary:
+            return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
         pairs = torch.view_as_complex(rotated.float().reshape(*rotated.shape[:2], -1, 2))
         rotated = torch.view_as_real(pairs * rotations).flatten(2).to(x.dtype)
         return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
@@ -86,7 +93,9 @@ class Decoder:
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
 
-    def _layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+    def _layer(self, tensors: Mapping[str, torch.Tensor], index: int) -> _Layer:
+        prefix = f"layers.{index}."
+
         def norm(name: str) -> torch.Tensor:
             return tensors[prefix + name].to(self._dtype)
 
@@ -95,6 +104,7 @@ class Decoder:
 
         has_qk_norm = self.config.qk_norm
         return _Layer(
+            rotary=self.config.rotary[index],
             attention_norm=norm("attention_norm"),
             qkv=linear("qkv"),
             q_norm=norm("q_norm") if has_qk_norm else None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.models.config import is_compact
 from engine.weights.convert import ConvertedModel, choose_layout, ensure_converted
-from engine.weights.source import parse_source
+from engine.weights.source import FolderSource, parse_source
 
 __all__ = ["ConvertedModel", "open_model", "pull"]
 
@@ -16,5 +17,11 @@ def open_model(model: str, models_dir: Path, dtype: str = "auto") -> ConvertedMo
 
 
 def pull(model: str, models_dir: Path, dtype: str = "auto") -> Path:
-    """Fetches and converts a model, so that a later start is quick; gives the folder of the copy. Raises ModelError."""
+    """Fetches and converts a model, so that a later start is quick; gives the folder of the copy. Raises ModelError.
+
+    A folder that only transformers can run is read where it is.
+    """
+    source = parse_source(model)
+    if isinstance(source, FolderSource) and not is_compact(source.config()):
+        return source.path
     return open_model(model, models_dir, dtype).folder

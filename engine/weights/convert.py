@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError
 
 from engine.errors import ModelError
-from engine.models.config import DecoderConfig, from_gguf, from_hf
+from engine.models.config import DecoderConfig, from_hf
+from engine.models.gguf_config import from_gguf
 from engine.quant import int4
 from engine.quant.linear import quantize_rows_int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
@@ -28,7 +29,7 @@ from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 SIZES_FILE = "sizes.json"
 
 
@@ -98,10 +99,7 @@ def _open(folder: Path) -> ConvertedModel:
 
 def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
     if isinstance(source, FolderSource):
-        try:
-            config = from_hf(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        except (ValueError, OSError) as error:
-            raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from None
+        config = from_hf(source.config())
         tensors: TensorSource = SafetensorsSource(path, config)
         assets = assets_from_folder(path)
     else:
@@ -111,6 +109,8 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
             config = from_gguf(gguf_metadata(reader), {t.name for t in reader.tensors}, factors)
         except KeyError as missing:
             raise ModelError(f"the GGUF file {path} has no {missing}") from None
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ModelError(f"the metadata of {path} cannot be used: {error}") from None
         tensors = GgufTensors(reader, config)
         assets = assets_from_gguf(reader)
         if isinstance(source, PackageSource):

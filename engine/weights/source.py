@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ModelError
 
@@ -99,6 +100,17 @@ class FolderSource:
     """A folder of config.json, tokenizer files and *.safetensors, as Hugging Face models have it."""
 
     path: Path
+
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json. Raises ModelError."""
+        path = self.path / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise ModelError(f"{path} is not a JSON object")
+        return config
 
     def digest(self) -> str:
         digest = hashlib.sha256()

@@ -91,8 +91,12 @@ _GGUF_TOP = {
 }
 
 
+_INTERLEAVED = ("llama", "mistral", "smollm3")
+"""The architectures in whose GGUF files the rows of q and k are interleaved already."""
+
+
 class GgufTensors:
-    """The tensors of a GGUF file. Rows of q and k are interleaved already in llama files, not in the others."""
+    """The tensors of a GGUF file."""
 
     def __init__(self, reader: gguf.GGUFReader, config: DecoderConfig) -> None:
         self._config = config
@@ -135,7 +139,7 @@ class GgufTensors:
 
     def _reorder(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         heads = _rotary_heads(name, self._config)
-        if heads is None or self._config.model_type in ("llama", "mistral"):
+        if heads is None or self._config.model_type in _INTERLEAVED:
             return lambda tensor: tensor
         return lambda tensor: interleave_rotary(tensor, heads, self._config.head_dim)
 

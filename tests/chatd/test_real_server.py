@@ -239,7 +239,7 @@ def test_openai_stream_counts_cached_tokens(client: RestClient) -> None:
 def test_transformers_is_not_loaded_by_the_default_engine(models_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path;"
-        "from engine.config import EngineConfig; from engine.local import load_engine;"
+        "from engine.config import EngineConfig; from engine.loading import load_engine;"
         f"load_engine(EngineConfig(Path({str(models_dir)!r}), pool_tokens=64)); print('transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
@@ -22,6 +23,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     """The folder of a random Llama with a vocabulary of bytes, and the same model in transformers."""
     folder = tmp_path_factory.mktemp("tiny")
     return folder, save_tiny(folder, "llama")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing from a second thread, and much is lost in waiting for it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from engine.attention import AttentionRow, KVShape, TorchAttention
+from engine.attention import AttentionRow, TorchAttention
 from engine.errors import ModelError
+from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.weights import open_model
 from tests.support.tiny_models import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -23,38 +28,79 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
-    ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
-    ("llama", {"max_shard_size": "40KB"}),
-    ("mistral", {"sliding_window": None}),
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen3", {"head_dim": 16}),
-]
-IDS = [f"{name}-{'-'.join(options) or 'plain'}" for name, options in MODELS]
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 4.0,
+}
+MSCALE = {**YARN_ROPE, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama, rope llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, rope linear": ("llama", {"rope_parameters": {**DYNAMIC_ROPE, "rope_type": "linear"}}),
+    "llama, rope dynamic": ("llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "llama, rope yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama, rope yarn with mscale": ("llama", {"rope_parameters": MSCALE}),
+    "llama, sharded": ("llama", {"max_shard_size": "40KB"}),
+    "llama, as SmolLM2": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 96}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 10}),
+    "mistral, window, sharded": ("mistral", {"sliding_window": 7, "max_shard_size": "40KB"}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3, untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layers": [0, 1, 0]}),
+    "smollm3, windows without positions": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 12},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window not used": ("qwen2", {"sliding_window": 8}),
+    "qwen2, upper layers windowed": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen2, rope yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, tied, biases": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3, listed windows": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
 
 
-def attention_for(model: Decoder, page_size: int = 4, num_pages: int = 64) -> TorchAttention:
-    c = model.config
-    return TorchAttention(KVShape(c.num_layers, c.num_kv_heads, c.head_dim, num_pages, page_size, torch.float32))
+def attention_for(model: Model, page_size: int = 4, num_pages: int = 64) -> TorchAttention:
+    return TorchAttention(model.spec.kv_shape(num_pages, page_size, torch.float32), model.spec.layers)
 
 
-def logits(model: Decoder, attention: TorchAttention, ids: torch.Tensor, row: AttentionRow) -> torch.Tensor:
+def logits(model: Model, attention: TorchAttention, ids: torch.Tensor, row: AttentionRow) -> torch.Tensor:
     attention.plan([row])
     span = torch.arange(row.start, row.start + row.count)
     with torch.inference_mode():
         return model.forward(ids[span], span, torch.arange(row.count), attention)
 
 
-@pytest.mark.parametrize(("model_type", "options"), MODELS, ids=IDS)
+@pytest.mark.parametrize(("model_type", "options"), MODELS.values(), ids=MODELS)
 def test_logits_equal_transformers(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     reference = save_tiny(tmp_path / "model", model_type, **options)
     converted = open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
-    model = Decoder(converted.config, converted.tensors())
-    ids = torch.randint(3, converted.config.vocab_size, (100,), generator=torch.Generator().manual_seed(1))
+    assert_equals(Decoder(converted.config, converted.tensors()), reference)
+
+
+def assert_equals(model: Model, reference: PreTrainedModel) -> None:
+    """100 tokens have the reference's logits: computed at once, from pages that hold the first 48, in chunks, and
+    beside another sequence."""
+    ids = torch.randint(3, model.spec.vocab_size, (100,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
     attention = attention_for(model)
@@ -73,6 +119,17 @@ def test_logits_equal_transformers(model_type: str, options: dict[str, Any], tmp
     for start, count in [(0, 1), (1, 6), (7, 1), (8, 60), (68, 31), (99, 1)]:
         part = logits(model, attention, ids, AttentionRow(3, other, start, count, 100))
         torch.testing.assert_close(part, expected[start : start + count], atol=1e-4, rtol=0)
+
+    attention.drop(3)
+    short = ids[30:57]  # whole, while the other sequence goes on from its cached 60 tokens
+    with torch.inference_mode():
+        expected_short = reference(short[None]).logits[0]
+        attention.plan([AttentionRow(4, other, 60, 13, 100), AttentionRow(5, pages, 0, len(short), len(short))])
+        positions = torch.cat((torch.arange(60, 73), torch.arange(len(short))))
+        rows = torch.tensor([12, 13, 39])
+        beside = model.forward(torch.cat((ids[60:73], short)), positions, rows, attention)
+    wanted = torch.stack((expected[72], expected_short[0], expected_short[26]))
+    torch.testing.assert_close(beside, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
@@ -101,6 +158,24 @@ def test_narrow_weights_stay_close_to_the_dense_model(dtype: str, tmp_path: Path
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'), "'gpt2' is not supported"),
         (lambda f: (f / "config.json").write_text("{nonsense"), "cannot be read"),
+        (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+        (lambda f: set_options(f, rope_parameters="none"), "rope_parameters is no object"),
+        (lambda f: set_options(f, rope_parameters={"rope_type": "yarn", "factor": 0}), "cannot be used: "),
+        (lambda f: set_options(f, rope_parameters={"rope_type": "linear"}), "has no 'factor'"),
+        (
+            lambda f: set_options(f, rope_parameters={"rope_type": "longrope"}),
+            "rotary positions that are not supported",
+        ),
+        (lambda f: set_options(f, hidden_act="gelu"), "an activation or rotary positions"),
+        (lambda f: set_options(f, num_key_value_heads=3), "cannot share 3 key heads"),
+        (lambda f: set_options(f, max_position_embeddings=0), "context_length = 0"),
+        (lambda f: set_options(f, head_dim=15), "an even head size"),
+        (lambda f: set_options(f, model_type="mistral", sliding_window=-1), "at least 1 token"),
+        (lambda f: set_options(f, model_type="smollm3", no_rope_layers=[1]), "has 1 rotary layers for 3 layers"),
+        (
+            lambda f: set_options(f, model_type="qwen2", use_sliding_window=True, layer_types=["chunked_attention"]),
+            "the layer type 'chunked_attention'",
+        ),
         (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "has no 'num_attention_heads'"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 50), "not a usable safetensors"),
         (
@@ -122,6 +197,11 @@ def test_unusable_folders_are_named(change: Any, message: str, tmp_path: Path) -
     with pytest.raises(ModelError) as caught:
         open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
     assert message in str(caught.value)
+
+
+def set_options(folder: Path, **options: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **options}))
 
 
 def rewrite(folder: Path, change: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionRow
 from engine.models.decoder import Decoder
 from engine.text.api import ChatMessage
 from engine.text.codec import Codec
 from engine.weights import open_model
 from engine.weights.tensors import interleave_rotary
-from tests.engine.test_decoder import attention_for, logits
+from tests.engine.test_decoder import assert_equals
 from tests.support.tiny_models import CHATML, ascii_tokenizer, save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -46,10 +48,11 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[part]}.{suffix}"
 
 
-def write_gguf(path: Path, model: PreTrainedModel, kind: Kind) -> None:
+def write_gguf(path: Path, model: PreTrainedModel, kind: Kind, architecture: str | None = None) -> None:
     """Writes the model as llama.cpp's converter would, and rounds its own weights alike."""
     c = model.config
-    writer = gguf.GGUFWriter(path, c.model_type)
+    architecture = architecture or c.model_type
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.num_hidden_layers)
@@ -58,6 +61,14 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: Kind) -> None:
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    rope = c.rope_parameters
+    if rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(c, "sliding_window", None):
+        writer.add_sliding_window(c.sliding_window)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     writer.add_key_length(head_dim)
     tokenizer = ascii_tokenizer()
@@ -76,7 +87,7 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: Kind) -> None:
         rounded = gguf.quants.dequantize(packed, stored).reshape(values.shape)
         parameter.data.copy_(torch.from_numpy(np.array(rounded, dtype=np.float32)))
         heads = {"q": c.num_attention_heads, "k": c.num_key_value_heads}.get(name.partition("self_attn.")[2][:1])
-        if c.model_type == "llama" and heads and "_proj" in name:
+        if architecture in ("llama", "smollm3") and heads and "_proj" in name:
             values = interleave_rotary(torch.from_numpy(values.copy()), heads, head_dim).numpy()
             packed = gguf.quants.quantize(values, stored)
         writer.add_tensor(gguf_name(name), packed, raw_dtype=stored)
@@ -96,6 +107,7 @@ CASES = [
     ("qwen2", Kind.F16),
     ("qwen2", Kind.Q4_1),
     ("qwen3", Kind.Q8_0),
+    ("smollm3", Kind.Q8_0),
 ]
 
 
@@ -104,13 +116,8 @@ CASES = [
 def test_logits_equal_transformers(model_type: str, kind: Kind, tied: bool, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path / "source", model_type, tie_word_embeddings=tied, head_dim=16)
     write_gguf(tmp_path / "model.gguf", reference, kind)
-    ids = torch.randint(3, 280, (60,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = reference(ids[None]).logits[0]
     converted = open_model(str(tmp_path / "model.gguf"), tmp_path / "models", "float32")
-    model = Decoder(converted.config, converted.tensors())
-    row = AttentionRow(1, np.arange(15, dtype=np.int32), 0, 60, 60)
-    torch.testing.assert_close(logits(model, attention_for(model), ids, row), expected, atol=1e-4, rtol=0)
+    assert_equals(Decoder(converted.config, converted.tensors()), reference)
 
     codec = Codec(converted.assets)
     text = "HELLO there"
@@ -118,6 +125,30 @@ def test_logits_equal_transformers(model_type: str, kind: Kind, tied: bool, tmp_
     prompt = codec.prompt([ChatMessage("user", "hi")])
     assert prompt.tokens[0] == 1
     assert codec.eos_ids >= {2}
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope yarn": ("qwen2", {"rope_parameters": YARN}),
+    "rope linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "layers without positions": ("smollm3", {"num_hidden_layers": 5, "head_dim": 16}),
+    "a window that is not used": ("qwen3", {"head_dim": 16, "sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_options_in_the_metadata(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path / "source", model_type, **options)
+    write_gguf(tmp_path / "model.gguf", reference, Kind.F32)
+    converted = open_model(str(tmp_path / "model.gguf"), tmp_path / "models", "float32")
+    assert_equals(Decoder(converted.config, converted.tensors()), reference)
+
+
+def test_a_window_in_the_metadata(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path / "source", "mistral", sliding_window=9)
+    write_gguf(tmp_path / "model.gguf", reference, Kind.F32, architecture="llama")
+    converted = open_model(str(tmp_path / "model.gguf"), tmp_path / "models", "float32")
+    assert_equals(Decoder(converted.config, converted.tensors()), reference)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])

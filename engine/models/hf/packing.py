@@ -1,0 +1,53 @@
+"""4-bit weights for the linear layers of a transformers model, at each start: the file keeps what it has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.quant import Int4Linear, Int8Linear, Linear, int4
+from engine.quant.linear import quantize_rows_int8
+
+
+class _Packed(nn.Module):
+    """One of our linear layers as a module over [..., K]."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def pack_linears(module: PreTrainedModel) -> int:
+    """Replaces what can be packed, the head by 8-bit rows; gives the number of layers. Experts that are no linear
+    layers of their own stay as they are."""
+    head = module.get_output_embeddings()
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if (packed := _pack_head(child) if child is head else _pack(child)) is not None:
+                setattr(parent, name, _Packed(packed))
+                count += 1
+    return count
+
+
+def _pack(child: nn.Module) -> Linear | None:
+    if type(child) not in (nn.Linear, Conv1D):
+        return None
+    dense, bias = child.get_parameter("weight").data, child.bias
+    if type(child) is Conv1D:  # GPT-2's linear layer, [K, N]
+        dense = dense.t().contiguous()
+    if not int4.fits(*dense.shape):
+        return None
+    packed, scale_zero = int4.pack(int4.quantize(dense))
+    return Int4Linear(packed, scale_zero, dense, bias.data if isinstance(bias, torch.Tensor) else None)
+
+
+def _pack_head(head: nn.Module) -> Linear | None:
+    if type(head) is not nn.Linear or head.bias is not None or head.weight.shape[1] % 16:
+        return None
+    return Int8Linear(*quantize_rows_int8(head.weight.data.float()))

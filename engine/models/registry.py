@@ -1,0 +1,43 @@
+"""Which class runs a model: the compact decoder where it can, else transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.adapters import Adapters, load_adapter
+from engine.config import AdapterSource
+from engine.errors import ModelError
+from engine.models.base import Model
+from engine.models.config import is_compact
+from engine.models.decoder import Decoder
+from engine.text import ChatAssets, assets_from_folder
+from engine.weights.convert import choose_layout, ensure_converted
+from engine.weights.source import FolderSource, parse_source
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """weights: the layout of the weights, by its name in EngineConfig.dtype. adapters: those that the model applies."""
+
+    model: Model
+    adapters: Adapters
+    assets: ChatAssets
+    weights: str
+
+
+def load_model(spec: str, models_dir: Path, dtype: str, adapters: Sequence[AdapterSource] = ()) -> LoadedModel:
+    """The model that `spec` names (see EngineConfig), ready to run. Raises ModelError."""
+    source, layout = parse_source(spec), choose_layout(dtype)
+    weights = "int4" if layout.packed else dtype
+    if isinstance(source, FolderSource) and not is_compact(source.config()):
+        if adapters:
+            raise ModelError("adapters are only supported for models of the Llama family")
+        from engine.models.hf import load_hf  # loads transformers, which the default model does without
+
+        model = load_hf(source.path, layout.dense, packed=layout.packed)
+        return LoadedModel(model, Adapters(), assets_from_folder(source.path), weights)
+    converted = ensure_converted(source, models_dir, layout)
+    loaded = Adapters(load_adapter(adapter, converted.config) for adapter in adapters)
+    return LoadedModel(Decoder(converted.config, converted.tensors(), loaded), loaded, converted.assets, weights)
