@@ -155,7 +155,6 @@ class Scheduler:
 
     def _candidates(self, budget: Budget, background: bool) -> list[Waiting]:
         """The next few that might enter, looked up anew, in order."""
-        room = self._room(background)
         moving = self._moved | budget.counts.keys()
         long_may_enter = self._long_may_enter(background)
 
@@ -166,7 +165,7 @@ class Scheduler:
                 entry.hold = None
             if entry.to_compute > self._share and not long_may_enter:
                 return False
-            return entry.first or not entry.too_large(room, self._step)
+            return entry.first or not self._too_large(entry)
 
         candidates = self._waiting.best(_CANDIDATES, background, may_enter)
         for entry in candidates:
@@ -177,7 +176,7 @@ class Scheduler:
         sequence = entry.sequence
         if entry.to_compute > self._share and not self._long_may_enter(sequence.background):
             return False
-        if self._running and entry.too_large(self._room(sequence.background), self._step):
+        if self._too_large(entry):
             return False
         if self._caches(sequence) and entry.held_times < _HOLDS:
             prefills = [other for other in self._running if other.pending > 1]
@@ -271,6 +270,10 @@ class Scheduler:
         """Interactive prompts do not wait for long ones of the background."""
         long = sum(s.pending > self._share and s.background <= background for s in self._running)
         return long < self._max_long_prefills
+
+    def _too_large(self, entry: Waiting) -> bool:
+        """Known to find no room now; who has the pool to itself is always tried."""
+        return bool(self._running) and entry.too_large(self._room(entry.sequence.background), self._step)
 
     def _place(self, background: bool) -> bool:
         return len(self._running) < self._max_running or (not background and self._running[-1].background)
