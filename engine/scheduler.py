@@ -26,7 +26,7 @@ from engine.sequence import Sequence
 __all__ = ["Scheduler", "StepPlan", "StepRow"]
 
 _CANDIDATES = 8
-_ROUNDS = 4
+_ROUNDS = 2
 _HOLDS = 4
 _QUANTUM_STEPS = 8
 
@@ -38,7 +38,7 @@ class Scheduler:
     A prompt is long while it has more than half of `max_batched_tokens` to go. At most `max_long_prefills` of them are
     in prefill at a time; the others wait, and short ones pass them.
 
-    Waiting prompts are looked up when they come, and again when they are among the next few to enter, at most 32 in a
+    Waiting prompts are looked up when they come, and again when they are among the next few to enter, at most 16 in a
     step: so a step costs O(waiting) small integer work at most, and none of it while nobody could enter.
     """
 
@@ -96,7 +96,7 @@ class Scheduler:
             if not plan.preempted and not plan.exhausted:
                 self._let_in(plan, budget, background)
             give_rest(budget, self._prefills(background))
-        plan.rows = [_row(sequence, count) for sequence, count in budget.counts.items()]
+        plan.rows = [StepRow.next(sequence, count) for sequence, count in budget.counts.items()]
         self._moved = set(budget.counts)
         return plan
 
@@ -155,6 +155,7 @@ class Scheduler:
 
     def _candidates(self, budget: Budget, background: bool) -> list[Waiting]:
         """The next few that might enter, looked up anew, in order."""
+        crowded, room = bool(self._running), self._room(background)
         moving = self._moved | budget.counts.keys()
         long_may_enter = self._long_may_enter(background)
 
@@ -165,19 +166,23 @@ class Scheduler:
                 entry.hold = None
             if entry.to_compute > self._share and not long_may_enter:
                 return False
-            return entry.first or not self._too_large(entry)
+            return entry.first or not (crowded and entry.too_large(room, self._step))
 
-        candidates = self._waiting.best(_CANDIDATES, background, may_enter)
+        candidates = self._waiting.next(_CANDIDATES, background, may_enter)
         for entry in candidates:
-            entry.cached = self._match(entry.sequence)
-        return sorted(candidates, key=self._waiting.key)
+            self._waiting.found(entry, self._match(entry.sequence))
+        return sorted(candidates, key=lambda entry: entry.key)
 
     def _try(self, plan: StepPlan, budget: Budget, entry: Waiting) -> bool:
         sequence = entry.sequence
         if entry.to_compute > self._share and not self._long_may_enter(sequence.background):
             return False
-        if self._too_large(entry):
-            return False
+        if self._running and not self._gives_way(sequence):
+            room, least = self._room(sequence.background), -(-_wanted(sequence) // self._page_size)
+            if (least := least - entry.cached // self._page_size) > room:
+                entry.refused(least, self._step)
+            if entry.too_large(room, self._step):
+                return False
         if self._caches(sequence) and entry.held_times < _HOLDS:
             prefills = [other for other in self._running if other.pending > 1]
             entry.hold = find_hold(sequence, entry.cached, prefills, self._page_size)
@@ -204,10 +209,8 @@ class Scheduler:
             owner=request.owner,
             record=first_time,
         )
-        # Room for one token of output as well, or the newcomer would be the first to be preempted.
-        wanted = min(sequence.num_tokens + 1, sequence.capacity)
-        while (missing := _reserve(lease, sequence, wanted)) is not None:
-            if not sequence.background and self._running and self._running[-1].background:
+        while (missing := _reserve(lease, sequence, _wanted(sequence))) is not None:
+            if self._gives_way(sequence):
                 self._withdraw(plan, budget)
             elif not self._unpin(sequence):
                 before = self._room(sequence.background)
@@ -227,6 +230,10 @@ class Scheduler:
         self._waiting.admitted(entry)
         insort(self._running, sequence, key=_rank)
         return True
+
+    def _gives_way(self, sequence: Sequence) -> bool:
+        """Whether background work holds places and pages that an interactive newcomer may have."""
+        return not sequence.background and bool(self._running) and self._running[-1].background
 
     def _withdraw(self, plan: StepPlan, budget: Budget) -> None:
         """Takes the last by rank, background work, out of the step that is being planned."""
@@ -271,10 +278,6 @@ class Scheduler:
         long = sum(s.pending > self._share and s.background <= background for s in self._running)
         return long < self._max_long_prefills
 
-    def _too_large(self, entry: Waiting) -> bool:
-        """Known to find no room now; who has the pool to itself is always tried."""
-        return bool(self._running) and entry.too_large(self._room(entry.sequence.background), self._step)
-
     def _place(self, background: bool) -> bool:
         return len(self._running) < self._max_running or (not background and self._running[-1].background)
 
@@ -301,8 +304,9 @@ def _reserve(lease: Lease, sequence: Sequence, tokens: int) -> OutOfPages | None
     return None
 
 
-def _row(sequence: Sequence, count: int) -> StepRow:
-    return StepRow(sequence, sequence.computed, count, sampled=int(count == sequence.pending))
+def _wanted(sequence: Sequence) -> int:
+    """Room for one token of output as well, or a newcomer would be the first to be preempted."""
+    return min(sequence.num_tokens + 1, sequence.capacity)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -16,6 +16,11 @@ class StepRow:
     count: int
     sampled: int
 
+    @classmethod
+    def next(cls, sequence: Sequence, count: int) -> StepRow:
+        """The first `count` pending tokens."""
+        return cls(sequence, sequence.computed, count, sampled=int(count == sequence.pending))
+
     @property
     def samples(self) -> bool:
         return self.sampled > 0

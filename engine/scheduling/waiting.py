@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 
 from engine.scheduling.shares import Shares
 from engine.scheduling.twins import Hold
@@ -22,7 +24,7 @@ class Waiting:
     """A request in the queue. cached: what the last look-up found. needs: pages that had to be free or evictable for it
     when it was refused, in step `refused_in`; else 0. overtaken: later requests of its priority that have entered
     before it; passed: those of them that entered since there was no room for it. held_times: how often it has waited
-    for a twin."""
+    for a twin. `key` places it in the queue."""
 
     sequence: Sequence
     cached: int
@@ -32,6 +34,7 @@ class Waiting:
     passed: int = 0
     hold: Hold | None = None
     held_times: int = 0
+    key: Key = (0, 0, 0, 0, 0)
 
     @property
     def first(self) -> bool:
@@ -65,9 +68,10 @@ class WaitingQueue:
 
     def __init__(self, shares: Shares, step_tokens: int) -> None:
         self._shares = shares
+        self._version = shares.version
         self._step_tokens = step_tokens
         self._entries: dict[int, Waiting] = {}
-        self._background = 0
+        self._ordered: dict[bool, list[Waiting]] = {False: [], True: []}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,36 +80,58 @@ class WaitingQueue:
         return iter(self._entries.values())
 
     def count(self, background: bool) -> int:
-        return self._background if background else len(self._entries) - self._background
+        return len(self._ordered[background])
 
     def add(self, entry: Waiting) -> None:
         self._entries[entry.sequence.number] = entry
-        self._background += entry.sequence.background
+        self._insert(entry)
 
-    def remove(self, sequence: Sequence) -> bool:
-        """False where it does not wait."""
-        if self._entries.pop(sequence.number, None) is None:
-            return False
-        self._background -= sequence.background
-        return True
+    def remove(self, sequence: Sequence) -> None:
+        """Does nothing where it does not wait."""
+        entry = self._entries.pop(sequence.number, None)
+        if entry is not None:
+            self._extract(entry)
+
+    def found(self, entry: Waiting, cached: int) -> None:
+        """A new look-up has found so many tokens."""
+        if cached != entry.cached:
+            self._extract(entry)
+            entry.cached, entry.needs = cached, 0
+            self._insert(entry)
 
     def admitted(self, entry: Waiting) -> None:
         """Takes it out, and remembers it for those that came before and wait on."""
         sequence = entry.sequence
         self.remove(sequence)
-        for other in self._entries.values():
-            earlier = other.sequence
-            same = earlier.request.priority == sequence.request.priority
-            if same and earlier.number < sequence.number and other.hold is None:
+        priority, number = sequence.request.priority, sequence.number
+        for other in list(self._ordered[sequence.background]):
+            if other.sequence.number < number and other.hold is None and other.sequence.request.priority == priority:
+                was_first = other.first
                 other.overtaken += 1
                 other.passed += other.needs > 0
+                if other.first and not was_first:
+                    self._extract(other)
+                    self._insert(other)
 
-    def best(self, count: int, background: bool, may_enter: Callable[[Waiting], bool]) -> list[Waiting]:
-        """The first `count` of one class among those that may enter, in O(waiting)."""
-        able = [e for e in self._entries.values() if e.sequence.background == background and may_enter(e)]
-        return heapq.nsmallest(count, able, key=self.key)
+    def next(self, count: int, background: bool, may_enter: Callable[[Waiting], bool]) -> list[Waiting]:
+        """The first `count` of one class among those that may enter."""
+        if self._version != self._shares.version:
+            self._version = self._shares.version
+            for ordered in self._ordered.values():
+                for entry in ordered:
+                    entry.key = self._key(entry)
+                ordered.sort(key=_key_of)
+        return list(islice(filter(may_enter, self._ordered[background]), count))
 
-    def key(self, entry: Waiting) -> Key:
+    def _insert(self, entry: Waiting) -> None:
+        entry.key = self._key(entry)
+        insort(self._ordered[entry.sequence.background], entry, key=_key_of)
+
+    def _extract(self, entry: Waiting) -> None:
+        ordered = self._ordered[entry.sequence.background]
+        del ordered[bisect_left(ordered, entry.key, key=_key_of)]
+
+    def _key(self, entry: Waiting) -> Key:
         sequence = entry.sequence
         request = sequence.request
         if entry.first:
@@ -113,3 +139,6 @@ class WaitingQueue:
         tenant, owner = self._shares.level(request.tenant, request.owner)
         through = sequence.arrived * self._step_tokens + entry.to_compute
         return -request.priority, tenant, owner, through, sequence.number
+
+
+_key_of = attrgetter("key")

@@ -1,4 +1,4 @@
-"""A scheduler over a real prefix cache, driven by hand; the model is one that only remembers what was computed where."""
+"""A scheduler over a real prefix cache, driven by hand; its model only remembers what was computed where."""
 
 from __future__ import annotations
 
