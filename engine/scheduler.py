@@ -164,6 +164,7 @@ class Scheduler:
                 if entry.hold.lasts(moving):
                     return False
                 entry.hold = None
+                return True  # whatever was known of it is out of date
             if entry.to_compute > self._share and not long_may_enter:
                 return False
             return entry.first or not (crowded and entry.too_large(room, self._step))
@@ -175,6 +176,8 @@ class Scheduler:
 
     def _try(self, plan: StepPlan, budget: Budget, entry: Waiting) -> bool:
         sequence = entry.sequence
+        if self._hold(entry):
+            return False
         if entry.to_compute > self._share and not self._long_may_enter(sequence.background):
             return False
         if self._running and not self._gives_way(sequence):
@@ -182,12 +185,6 @@ class Scheduler:
             if (least := least - entry.cached // self._page_size) > room:
                 entry.refused(least, self._step)
             if entry.too_large(room, self._step):
-                return False
-        if self._caches(sequence) and entry.held_times < _HOLDS:
-            prefills = [other for other in self._running if other.pending > 1]
-            entry.hold = find_hold(sequence, entry.cached, prefills, self._page_size)
-            if entry.hold is not None:
-                entry.held_times += 1
                 return False
         if not self._admit(plan, budget, entry):
             return False
@@ -259,8 +256,19 @@ class Scheduler:
         return bool(pins)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        self._waiting.add(Waiting(sequence, self._match(sequence)))
+        entry = Waiting(sequence, self._match(sequence))
+        self._hold(entry)
+        self._waiting.add(entry)
         self._no_room.clear()
+
+    def _hold(self, entry: Waiting) -> bool:
+        """Whether it now waits for a prefill that computes a part of its prompt; at most 4 times, should they fail."""
+        if not self._caches(entry.sequence) or entry.held_times == _HOLDS:
+            return False
+        prefills = [other for other in self._running if other.pending > 1]
+        entry.hold = find_hold(entry.sequence, entry.cached, prefills, self._page_size)
+        entry.held_times += entry.hold is not None
+        return entry.hold is not None
 
     def _match(self, sequence: Sequence) -> int:
         """Tokens that admission would find now."""
