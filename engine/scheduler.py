@@ -15,8 +15,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from cache import Lease, OutOfPages, PrefixCache
+from cache import PrefixCache
 from engine.scheduling.budget import Budget, give_first, give_rest
+from engine.scheduling.pages import SequencePages
 from engine.scheduling.plan import StepPlan, StepRow
 from engine.scheduling.shares import Shares
 from engine.scheduling.twins import find_hold
@@ -53,13 +54,11 @@ class Scheduler:
         prefix_cache: bool,
         clock: Callable[[], float],
     ) -> None:
-        self._cache = cache
-        self._page_size = page_size
+        self._pages = SequencePages(cache, page_size, prefix_cache)
         self._max_batched_tokens = max_batched_tokens
         self._max_running = max_running
         self._max_long_prefills = max_long_prefills
         self._share = max(1, max_batched_tokens // 2)
-        self._prefix_cache = prefix_cache
         self._clock = clock
         self._shares = Shares(_QUANTUM_STEPS * max_batched_tokens)
         self._waiting = WaitingQueue(self._shares, max_batched_tokens)
@@ -106,7 +105,7 @@ class Scheduler:
         sequence.computed += row.count
         if row.samples:
             self._shares.charge(sequence.request.tenant, sequence.request.owner, row.sampled)
-        if sequence.lease is not None and self._caches(sequence):
+        if sequence.lease is not None and self._pages.shares(sequence):
             sequence.lease.commit(sequence.tokens[: sequence.computed])
 
     def remove(self, sequence: Sequence) -> None:
@@ -121,7 +120,7 @@ class Scheduler:
         """Every sequence that decodes gets room for its next token, the first by rank first."""
         for sequence in list(self._running):
             while sequence.lease is not None:
-                if _reserve(sequence.lease, sequence, sequence.num_tokens) is None:
+                if self._pages.reserve(sequence.lease, sequence, sequence.num_tokens) is None:
                     break
                 if len(self._running) > 1:
                     self._preempt(plan, self._running[-1])
@@ -135,7 +134,7 @@ class Scheduler:
         nothing interactive waits, and gives way to what does."""
         if not self._waiting.count(background) or (background and self._waiting.count(False)):
             return
-        if (no_room := self._no_room.get(background)) is not None and self._room(background) <= no_room:
+        if (no_room := self._no_room.get(background)) is not None and self._pages.room(background) <= no_room:
             return
         for _ in range(_ROUNDS):
             if not budget.left or not self._place(background):
@@ -145,17 +144,16 @@ class Scheduler:
             for entry in candidates:
                 if not budget.left or not self._place(background):
                     return
-                entered = self._try(plan, budget, entry)
-                if stop := not entered and entry.first and entry.needs > 0:
+                if stop := self._try(plan, budget, entry):
                     break
             if stop:
                 if self._running and not any(s.pending > 1 for s in self._running):
-                    self._no_room[background] = self._room(background)
+                    self._no_room[background] = self._pages.room(background)
                 return
 
     def _candidates(self, budget: Budget, background: bool) -> list[Waiting]:
         """The next few that might enter, looked up anew, in order."""
-        crowded, room = bool(self._running), self._room(background)
+        crowded, room = bool(self._running), self._pages.room(background)
         moving = self._moved | budget.counts.keys()
         long_may_enter = self._long_may_enter(background)
 
@@ -171,59 +169,52 @@ class Scheduler:
 
         candidates = self._waiting.next(_CANDIDATES, background, may_enter)
         for entry in candidates:
-            self._waiting.found(entry, self._match(entry.sequence))
+            self._waiting.found(entry, self._pages.match(entry.sequence))
         return sorted(candidates, key=lambda entry: entry.key)
 
     def _try(self, plan: StepPlan, budget: Budget, entry: Waiting) -> bool:
+        """Lets it in if that can be. True where there is no room and its turn has come: nobody may pass it then."""
         sequence = entry.sequence
         if self._hold(entry):
             return False
         if entry.to_compute > self._share and not self._long_may_enter(sequence.background):
             return False
         if self._running and not self._gives_way(sequence):
-            room, least = self._room(sequence.background), -(-_wanted(sequence) // self._page_size)
-            if (least := least - entry.cached // self._page_size) > room:
+            room, least = self._pages.room(sequence.background), self._pages.least(sequence, entry.cached)
+            if least > room:
                 entry.refused(least, self._step)
             if entry.too_large(room, self._step):
-                return False
+                return entry.first
         if not self._admit(plan, budget, entry):
-            return False
+            return entry.first
         budget.give(sequence, sequence.pending)
-        return True
+        return False
 
     def _admit(self, plan: StepPlan, budget: Budget, entry: Waiting) -> bool:
         """Locks the longest cached prefix and reserves the rest. False where there is no room: then nothing changed,
         but for background work that gave way, and for who could have no room even alone: that one is exhausted."""
         sequence = entry.sequence
-        request = sequence.request
         if len(self._running) >= self._max_running:
             self._withdraw(plan, budget)
-        first_time = sequence.admitted is None
-        lease = self._cache.acquire(
-            sequence.tokens[: sequence.num_tokens],
-            namespace=request.namespace,
-            limit=sequence.num_tokens - 1 if self._caches(sequence) else 0,
-            owner=request.owner,
-            record=first_time,
-        )
-        while (missing := _reserve(lease, sequence, _wanted(sequence))) is not None:
+        lease = self._pages.acquire(sequence)
+        while (missing := self._pages.enter(lease, sequence)) is not None:
             if self._gives_way(sequence):
                 self._withdraw(plan, budget)
             elif not self._unpin(sequence):
-                before = self._room(sequence.background)
+                before = self._pages.room(sequence.background)
                 lease.release()
-                entry.refused(missing.needed + self._room(sequence.background) - before, self._step)
+                entry.refused(missing.needed + self._pages.room(sequence.background) - before, self._step)
                 if not self._running:
                     self._waiting.remove(sequence)
                     plan.exhausted.append(sequence)
                 return False
         sequence.lease = lease
         sequence.computed = lease.cached_tokens
-        if first_time:
+        if sequence.admitted is None:
             sequence.admitted = self._clock()
             sequence.cached_tokens = lease.cached_tokens
             plan.admitted.append(sequence)
-            self._shares.charge(request.tenant, request.owner, sequence.pending)
+            self._shares.charge(sequence.request.tenant, sequence.request.owner, sequence.pending)
         self._waiting.admitted(entry)
         insort(self._running, sequence, key=_rank)
         return True
@@ -250,33 +241,22 @@ class Scheduler:
         """Pins hold nobody up for ever: they end for an interactive sequence that has the pool to itself otherwise."""
         if sequence.background or self._running not in ([], [sequence]):
             return False
-        pins = self._cache.pins
-        for pin in pins:
-            self._cache.unpin(pin.owner)
-        return bool(pins)
+        return self._pages.unpin()
 
     def _enqueue(self, sequence: Sequence) -> None:
-        entry = Waiting(sequence, self._match(sequence))
+        entry = Waiting(sequence, self._pages.match(sequence))
         self._hold(entry)
         self._waiting.add(entry)
         self._no_room.clear()
 
     def _hold(self, entry: Waiting) -> bool:
         """Whether it now waits for a prefill that computes a part of its prompt; at most 4 times, should they fail."""
-        if not self._caches(entry.sequence) or entry.held_times == _HOLDS:
+        if not self._pages.shares(entry.sequence) or entry.held_times == _HOLDS:
             return False
         prefills = [other for other in self._running if other.pending > 1]
-        entry.hold = find_hold(entry.sequence, entry.cached, prefills, self._page_size)
+        entry.hold = find_hold(entry.sequence, entry.cached, prefills, self._pages.page_size)
         entry.held_times += entry.hold is not None
         return entry.hold is not None
-
-    def _match(self, sequence: Sequence) -> int:
-        """Tokens that admission would find now."""
-        if not self._caches(sequence):
-            return 0
-        found = self._cache.match_length(sequence.tokens[: sequence.num_tokens], sequence.request.namespace)
-        last = sequence.num_tokens - 1
-        return min(found, last - last % self._page_size)
 
     def _prefills(self, background: bool) -> list[Sequence]:
         return [s for s in self._running if s.pending > 1 and s.background == background]
@@ -289,32 +269,10 @@ class Scheduler:
     def _place(self, background: bool) -> bool:
         return len(self._running) < self._max_running or (not background and self._running[-1].background)
 
-    def _room(self, background: bool) -> int:
-        """Pages that a reservation may count on."""
-        usage = self._cache.usage
-        return usage.free if background else usage.free + usage.evictable
-
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None
-
-    def _caches(self, sequence: Sequence) -> bool:
-        return self._prefix_cache and sequence.request.use_cache
-
-
-def _reserve(lease: Lease, sequence: Sequence, tokens: int) -> OutOfPages | None:
-    """Background work evicts nothing."""
-    try:
-        lease.reserve(tokens, may_evict=not sequence.background)
-    except OutOfPages as error:
-        return error
-    return None
-
-
-def _wanted(sequence: Sequence) -> int:
-    """Room for one token of output as well, or a newcomer would be the first to be preempted."""
-    return min(sequence.num_tokens + 1, sequence.capacity)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
