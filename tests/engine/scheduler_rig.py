@@ -141,6 +141,8 @@ class Rig:
         if running:
             assert running[0].number in rows, "the first by rank did not advance"
         assert plan.rows or plan.exhausted or plan.preempted or not self.live, "nothing moved"
+        if any(not s.background for s in plan.preempted) or any(s.admitted is not None for s in plan.exhausted):
+            assert not plan.admitted, "somebody entered while room was short"
         for sequence in self.live.values():
             holds = sequence in running or sequence in plan.exhausted
             assert (sequence.lease is not None) <= holds, "a waiting request holds pages"

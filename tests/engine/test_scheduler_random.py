@@ -34,7 +34,7 @@ def test_random_traffic(shape: tuple[int, ...], seed: int) -> None:
     while left or rig.live:
         if left and random.random() < (0.9 if len(rig.live) < 5 else 0.2):
             left -= 1
-            length = random.randint(1, capacity - 1 if random.random() < 0.1 else capacity // 4)
+            length = random.randint(1, capacity - 1 if random.random() < 0.1 else max(1, capacity // 4))
             prompt = random.choice(stems)[:length].copy()
             prompt[random.randrange(length) :] += random.choice((0, 0, 1, 2))
             sequence = rig.add(

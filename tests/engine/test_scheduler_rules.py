@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.scheduler import StepPlan
+from engine.scheduling.twins import Hold
 from engine.sequence import Sequence
 from tests.engine.scheduler_rig import Rig
 
@@ -137,6 +138,17 @@ def test_the_longest_cached_prefix_enters_first() -> None:
     decoding(rig, max_tokens=4)
     waiting = [rig.add(ids(40, start=500)), rig.add(np.concatenate((ids(16), ids(24, 600)))), rig.add(ids(40))]
     assert order(rig, *waiting) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 40])
+def test_a_look_up_says_what_admission_finds(length: int) -> None:
+    rig = Rig()
+    rig.add(ids(16))
+    rig.run()
+    sequence = rig.add(ids(length))
+    expected = rig.scheduler._pages.match(sequence)
+    rig.run()
+    assert sequence.cached_tokens == expected
 
 
 def test_a_prefix_that_was_evicted_meanwhile_counts_no_more() -> None:
@@ -274,6 +286,19 @@ def test_the_last_one_running_ends_when_the_pool_is_full() -> None:
     assert first.preemptions == 0
 
 
+def test_many_without_room_do_not_hide_one_that_fits() -> None:
+    rig = Rig(pages=40, page_size=4)
+    decoding(rig, length=100, max_tokens=50)
+    for _ in range(40):
+        rig.add(80)
+    for _ in range(6):
+        rig.step()
+    small = rig.add(8)
+    for _ in range(4):
+        rig.step()
+    assert small.number in rig.ended
+
+
 # Preemption
 
 
@@ -292,10 +317,14 @@ def test_background_goes_first_then_low_priority_then_the_youngest() -> None:
 
 def test_a_preempted_one_keeps_its_age_and_is_looked_up_once() -> None:
     rig = Rig(pages=16, page_size=4, budget=16, max_running=2)
-    first, second = rig.add(20, 20), rig.add(20, 20)
+    first, second = rig.add(20, 20), rig.add(20, 20, use_cache=False)
+    rig.step()
+    third = rig.add(4, 20)  # nearer to its end than the second, which begins anew
     while not second.preemptions:
         rig.step()
-    third = rig.add(4, 1)
+    while third.lease is None:
+        rig.step()
+    assert second.lease is not None or second.full
     rig.run()
     assert rig.order == [first.number, second.number, third.number]
     assert second.admitted is not None
@@ -361,6 +390,17 @@ def test_interactive_prefill_comes_before_that_of_the_background() -> None:
     rig.run()
 
 
+def test_background_work_does_not_enter_beside_an_interactive_request_without_room() -> None:
+    rig = Rig(pages=20, page_size=4)
+    decoding(rig, length=40, max_tokens=10)
+    interactive, background = rig.add(60), rig.add(4, priority=-1)
+    rig.step()
+    assert rig.cache.usage.free > 4
+    assert background.lease is None
+    rig.run()
+    assert rig.order[1] == interactive.number
+
+
 # Twins
 
 
@@ -392,7 +432,7 @@ def test_a_twin_that_shares_a_part_waits_for_that_part_only() -> None:
     rig.add(ids(320))
     rig.step()
     second = rig.add(np.concatenate((ids(64), ids(8, start=900))))
-    for _ in range(3):
+    for _ in range(2):
         rig.step()
     assert second.number in rig.ended
     assert second.cached_tokens == 64
@@ -410,9 +450,34 @@ def test_a_twin_goes_on_when_the_first_does_not(how: str) -> None:
     else:
         rig.scheduler._preempt(StepPlan(), first)
     rig.step()
-    assert (first.lease is None) == (how == "aborted")
+    assert (first.lease is None, second.lease is None) == ((True, False) if how == "aborted" else (False, True))
     rig.run()
     assert rig.model.tokens <= 150 + 16
+
+
+def test_a_hold_lasts_while_the_first_moves() -> None:
+    rig = Rig(pages=256, budget=32)
+    first = rig.add(ids(200))
+    rig.step()
+    hold = Hold(first, 100)
+    assert hold.lasts({first})
+    assert not hold.lasts(set())
+    assert not Hold(first, 32).lasts({first})
+    rig.abort(first)
+    assert not hold.lasts({first})
+
+
+def test_prompts_that_begin_differently_are_no_twins() -> None:
+    """Though the page that the second needs next is one that the first computes, at the same place."""
+    rig = Rig(pages=256, budget=32, page_size=4)
+    rig.add(ids(5))
+    rig.run()
+    rig.add(np.concatenate((ids(4, start=50), ids(100, start=500))))
+    rig.step()
+    second = rig.add(np.concatenate((ids(4), ids(8, start=500))))
+    rig.step()
+    assert second.cached_tokens == 4
+    assert second.number in rig.ended
 
 
 NO_TWINS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
