@@ -84,6 +84,7 @@ class Settings(BaseSettings):
     )
     max_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
     max_running: int = Field(16, ge=1, description="answers written at the same time")
+    max_long_prefills: int = Field(1, ge=1, description="long prompts computed at the same time; short ones pass them")
     max_waiting: int = Field(64, ge=1, description="requests that may wait; more are refused with 503")
     prefix_cache: bool = Field(True, description="reuse what earlier prompts have computed")
     cache_policy: PolicyName = Field("lru", description="what goes first when the cache is full")
@@ -186,6 +187,7 @@ class Settings(BaseSettings):
             pool_tokens=self.pool_tokens,
             max_batched_tokens=self.max_batched_tokens,
             max_running=self.max_running,
+            max_long_prefills=self.max_long_prefills,
             max_waiting=self.max_waiting,
             prefix_cache=self.prefix_cache,
             cache_policy=self.cache_policy,

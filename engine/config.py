@@ -38,6 +38,7 @@ class EngineConfig:
     converted models are kept. dtype auto: int4. kv_dtype auto: float32 beside float32 weights, else bfloat16.
     context_length None: what the model was trained for. pool_tokens None: 8 contexts, at most a quarter of the memory.
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.
+    max_long_prefills: prompts with more than half a step to go that are computed at the same time.
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.
     cache_policy: which cached pages go first when room is needed (docs/cache.md).
     threads None: one for each core. adapters: LoRA adapters of the model, loaded beside it; no two of one name.
@@ -52,6 +53,7 @@ class EngineConfig:
     pool_tokens: int | None = None
     max_batched_tokens: int = 256
     max_running: int = 16
+    max_long_prefills: int = 1
     max_waiting: int = 64
     prefix_cache: bool = True
     cache_policy: PolicyName = "lru"
@@ -59,7 +61,7 @@ class EngineConfig:
     adapters: tuple[AdapterSource, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_batched_tokens", "max_running", "max_waiting"):
+        for name in ("page_size", "max_batched_tokens", "max_running", "max_long_prefills", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         for name in ("context_length", "pool_tokens", "threads"):

@@ -82,8 +82,10 @@ class LocalEngine:
         self._max_waiting = config.max_waiting
         self._scheduler = Scheduler(
             cache,
+            page_size=info.page_size,
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
+            max_long_prefills=config.max_long_prefills,
             prefix_cache=config.prefix_cache,
             clock=clock,
         )
@@ -217,7 +219,10 @@ class LocalEngine:
         for sequence in plan.preempted:
             self._runner.drop(sequence.number)
         for sequence in plan.exhausted:
-            self._finish(sequence, "length")
+            if sequence.admitted is None:
+                self._fail(sequence, "no_room", "the cache has no free pages for background work")
+            else:
+                self._finish(sequence, "length")
         for sequence in plan.admitted:
             self._announce(sequence)
         if not plan.rows:

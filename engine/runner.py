@@ -26,13 +26,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, rows: list[StepRow]) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 for the S rows that sample, in their order."""
+        """Logits [S, vocab_size] float32 of the last `sampled` tokens of each row, in order."""
         self._attention.plan([_attention_row(row) for row in rows])
         self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
         tokens = np.concatenate([row.sequence.tokens[row.start : row.start + row.count] for row in rows])
         positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-        ends = np.cumsum([row.count for row in rows]) - 1
-        logit_rows = ends[[row.samples for row in rows]]
+        ends = np.cumsum([row.count for row in rows])
+        logit_rows = np.concatenate([np.arange(end - row.sampled, end) for end, row in zip(ends, rows, strict=True)])
         logits = self._model.forward(
             torch.from_numpy(tokens.astype(np.int64)),
             torch.from_numpy(positions),

@@ -21,7 +21,8 @@ class Sequence:
                 0                                 num_tokens  capacity
 
     Computed tokens have K and V. Pending ones go through the model next: one in decode, more in prefill or after a
-    preemption. When nothing is pending the last row's logits give the next token.
+    preemption. When nothing is pending the last row's logits give the next token. `arrived` is the scheduler's step at
+    which it was added.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Sequence:
     first_token: float | None = None
     last_token: float | None = None
     preemptions: int = 0
+    arrived: int = 0
     unsent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,10 @@ class Sequence:
     @property
     def pending(self) -> int:
         return self.num_tokens - self.computed
+
+    @property
+    def background(self) -> bool:
+        return self.request.priority < 0
 
     @property
     def full(self) -> bool:

@@ -178,9 +178,9 @@ async def test_the_last_one_running_ends_by_length_when_the_pool_is_full(start_e
 async def test_three_conversations_evict_one_another(
     start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
 ) -> None:
-    engine = start_engine(pool_tokens=192, page_size=4)
+    engine = start_engine(pool_tokens=256, page_size=4)
     histories = [prompt(60, seed=s) for s in range(3)]
-    for turn in range(4):
+    for turn in range(10):
         for index, history in enumerate(histories):
             output = await generate(engine, history, max_tokens=10, min_tokens=10, ignore_eos=True)
             assert_same_tokens(output.ids, *reference_greedy(tiny[1], history, 10))
