@@ -99,6 +99,24 @@ class Scheduler:
         if sequence.lease is not None and self._caches(sequence):
             sequence.lease.commit(sequence.tokens[: sequence.computed])
 
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Lets `child`, which has the same tokens, run from what `parent` has computed, on the same pages.
+
+        False: it has no pages, and waits like any other sequence; what the parent committed is cached for it.
+        """
+        if parent.lease is not None and self._caches(parent) and len(self._running) < self._max_running:
+            try:
+                child.lease = parent.lease.fork()
+            except OutOfPages:
+                pass
+            else:
+                child.computed = parent.computed
+                child.admitted = self._clock()
+                self._running.append(child)
+                return True
+        self.add(child)
+        return False
+
     def remove(self, sequence: Sequence) -> None:
         """Takes an ended sequence out and gives back its pages; what it committed stays cached."""
         if sequence in self._waiting:
