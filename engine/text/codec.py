@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError
 from engine.text.api import ChatMessage, Encoded, Prompt
 from engine.text.assets import ChatAssets
 from engine.text.detokenizer import Detokenizer
 from engine.text.encoder import Control, Encoder, Part, Start, end_of
 from engine.text.errors import TemplateError
-from engine.text.layout import Fragment, LayoutFinder, Piece
+from engine.text.layout import Fragment, Layout, LayoutFinder, Piece
 from engine.text.lru import LruCache
 from engine.text.replies import ReplyMemory, Trail
 from engine.text.template import CHATML, PLAIN, ChatTemplate
@@ -144,6 +144,7 @@ class Codec:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         namespace: str | None = None,
         now: datetime | None = None,
     ) -> Prompt:
@@ -154,17 +155,25 @@ class Codec:
         ids; None: nowhere. now: the time to tell a template which asks for the date; None: when this codec was made.
 
         A template that alters a content, or leaves one out, gets what it wants; such segments are encoded anew every
-        time (their fingerprint ends in `:altered`). Raises TemplateError.
+        time (their fingerprint ends in `:altered`).
+
+        continue_final_message: the last reply is left open. Ids that are known for it are used without their eos; a
+        template that strips replies strips this one too. Raises TemplateError, InvalidRequest.
         """
+        if continue_final_message and (add_generation_prompt or not messages or messages[-1].role != "assistant"):
+            raise InvalidRequest("only a last message of the assistant can be continued, without a generation prompt")
         layout = self._layouts.find(
             messages, add_generation_prompt=add_generation_prompt, now=self._started if now is None else now
         )
+        if continue_final_message and not _can_continue(layout, len(messages) - 1):
+            raise TemplateError("the model's chat template alters the last message, so it cannot be continued")
         trail = Trail(namespace) if namespace is not None else None
         chain: list[Ids] = []
         counts = [0] * len(messages)
         segments: list[Encoded | None] = [None] * len(messages)
         places = Counter(piece.message for piece in layout.pieces)
         start = Start.OF_PROMPT
+        opening = 0
 
         def add(ids: Ids) -> int:
             chain.append(ids)
@@ -177,8 +186,10 @@ class Codec:
             if message.role == "assistant" and piece.opaque:
                 header, start = self._literal(piece.header, start)
                 counts[piece.message] += add(header)
-                reply = self._reply(piece, message, start, trail)
-                counts[piece.message] += add(reply.ids)
+                left_open = continue_final_message and piece is layout.pieces[-1]
+                reply = self._reply(piece, message, start, trail, left_open=left_open)
+                counts[piece.message] += (added := add(reply.ids))
+                opening = added if left_open else 0
                 segment, start = reply.stored, reply.after
             else:
                 segment, start = self._stated(piece, message, start, once=places[piece.message] == 1)
@@ -191,6 +202,7 @@ class Codec:
             segments=tuple(self._kept(message, segment) for message, segment in zip(messages, segments, strict=True)),
             message_tokens=tuple(counts),
             header_tokens=len(header),
+            opening_tokens=opening,
         )
 
     def _stated(self, piece: Piece, message: ChatMessage, start: Start, *, once: bool) -> tuple[Encoded, Start]:
@@ -214,14 +226,20 @@ class Codec:
             parts += self._encoder.split(fragment.text) if fragment.literal else [fragment.text]
         return parts
 
-    def _reply(self, piece: Piece, message: ChatMessage, start: Start, trail: Trail | None) -> _Reply:
+    def _reply(
+        self, piece: Piece, message: ChatMessage, start: Start, trail: Trail | None, *, left_open: bool
+    ) -> _Reply:
+        """left_open: without its end, for the model to go on with."""
         closing = self._closings.get(piece.tail, lambda: self._closing(piece.tail))
         stored = self._known(message, trail)
         if stored is None:
             parts = [*self._encoder.split(piece.lead), *self._content(piece.content)]
-            if closing.end is not None:
+            if closing.end is not None and not left_open:
                 parts += [closing.text, closing.end]
             stored = Encoded(np.array(self._encoder.encode(parts, start), dtype=np.int32), self._fingerprint)
+        if left_open:
+            ended = len(stored.ids) > 0 and int(stored.ids[-1]) in self._eos_ids
+            return _Reply(stored.ids[:-1] if ended else stored.ids, Start.INSIDE, stored)
         return _Reply(*self._closed(stored.ids, closing), stored)
 
     def _closed(self, ids: Ids, closing: _Closing) -> tuple[Ids, Start]:
@@ -275,6 +293,12 @@ class Codec:
         except TemplateError:
             return None
         return self._closing(tail).end
+
+
+def _can_continue(layout: Layout, last: int) -> bool:
+    """Whether message number `last` stands at the end of the text, in one place and unaltered."""
+    places = [piece for piece in layout.pieces if piece.message == last]
+    return len(places) == 1 and places[0] is layout.pieces[-1] and places[0].opaque
 
 
 def _context(piece: Piece, message: ChatMessage, start: Start) -> str:
