@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from engine.text.assets import ChatAssets
 from engine.text.detokenizer import Detokenizer
 from engine.text.encoder import Control, Encoder, Part, Start, end_of
 from engine.text.errors import TemplateError
+from engine.text.fingerprint import context_of, fingerprint_of
 from engine.text.layout import Fragment, Layout, LayoutFinder, Piece
 from engine.text.lru import LruCache
 from engine.text.replies import ReplyMemory, Trail
@@ -77,7 +77,7 @@ class Codec:
             raise ModelError(f"the model's tokenizer.json cannot be used: {error!r}") from error
         source = assets.chat_template if assets.chat_template is not None else _default_template(self._encoder)
         self._template = ChatTemplate(source, assets.special_tokens)
-        self._fingerprint = _fingerprint(assets, source)
+        self._fingerprint = fingerprint_of(assets, source)
         self._layouts = LayoutFinder(self._template, self._encoder.control_pattern)
         self._literals: LruCache[tuple[str, Start], tuple[Ids, Start]] = LruCache(512)
         self._closings: LruCache[str, _Closing] = LruCache(64)
@@ -215,7 +215,7 @@ class Codec:
         after = end_of(parts, start)
         fingerprint = f"{self._fingerprint}:altered"
         if piece.opaque and once:
-            fingerprint = f"{self._fingerprint}:{_context(piece, message, start)}"
+            fingerprint = f"{self._fingerprint}:{context_of(piece, message, start)}"
             if message.encoded is not None and message.encoded.fingerprint == fingerprint:
                 return message.encoded, after
         return Encoded(np.array(self._encoder.encode(parts, start), dtype=np.int32), fingerprint), after
@@ -299,19 +299,6 @@ def _can_continue(layout: Layout, last: int) -> bool:
     """Whether message number `last` stands at the end of the text, in one place and unaltered."""
     places = [piece for piece in layout.pieces if piece.message == last]
     return len(places) == 1 and places[0] is layout.pieces[-1] and places[0].opaque
-
-
-def _context(piece: Piece, message: ChatMessage, start: Start) -> str:
-    """A short hash of all that a segment's ids depend on, the message's own content apart."""
-    [content] = piece.content
-    form = "" if content.text == message.content else f"{len(content.text)}"
-    parts = (start.value, piece.header + piece.lead, piece.tail, form)
-    return sha256("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
-
-
-def _fingerprint(assets: ChatAssets, template: str) -> str:
-    named = json.dumps([template, assets.special_tokens], sort_keys=True)
-    return sha256(f"{assets.tokenizer_json}\0{named}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _default_template(encoder: Encoder) -> str:
