@@ -19,10 +19,10 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.encoder import Control, Encoder, Part, Start, end_of
 from engine.text.errors import TemplateError
 from engine.text.fingerprint import context_of, fingerprint_of
-from engine.text.layout import Fragment, Layout, LayoutFinder, Piece
+from engine.text.layout import Fragment, LayoutFinder, Piece
 from engine.text.lru import LruCache
 from engine.text.replies import ReplyMemory, Trail
-from engine.text.template import CHATML, PLAIN, ChatTemplate
+from engine.text.template import ChatTemplate, default_template
 from engine.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Codec:
             raise
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(f"the model's tokenizer.json cannot be used: {error!r}") from error
-        source = assets.chat_template if assets.chat_template is not None else _default_template(self._encoder)
+        source = assets.chat_template if assets.chat_template is not None else default_template(self._encoder.controls)
         self._template = ChatTemplate(source, assets.special_tokens)
         self._fingerprint = fingerprint_of(assets, source)
         self._layouts = LayoutFinder(self._template, self._encoder.control_pattern)
@@ -128,7 +128,7 @@ class Codec:
 
         continued: the ids will follow those of other text (SentencePiece marks only the start of a text by a space).
         """
-        return np.array(self._encoder.encode([text], Start.INSIDE if continued else Start.OF_PROMPT), dtype=np.int32)
+        return self._ids([text], Start.INSIDE if continued else Start.OF_PROMPT)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Ids to text; control ids are left out, bytes that form no character become U+FFFD, as does U+0000."""
@@ -165,7 +165,7 @@ class Codec:
         layout = self._layouts.find(
             messages, add_generation_prompt=add_generation_prompt, now=self._started if now is None else now
         )
-        if continue_final_message and not _can_continue(layout, len(messages) - 1):
+        if continue_final_message and not layout.ends_with(len(messages) - 1):
             raise TemplateError("the model's chat template alters the last message, so it cannot be continued")
         trail = Trail(namespace) if namespace is not None else None
         chain: list[Ids] = []
@@ -218,7 +218,7 @@ class Codec:
             fingerprint = f"{self._fingerprint}:{context_of(piece, message, start)}"
             if message.encoded is not None and message.encoded.fingerprint == fingerprint:
                 return message.encoded, after
-        return Encoded(np.array(self._encoder.encode(parts, start), dtype=np.int32), fingerprint), after
+        return Encoded(self._ids(parts, start), fingerprint), after
 
     def _content(self, fragments: tuple[Fragment, ...]) -> list[Part]:
         parts: list[Part] = []
@@ -236,7 +236,7 @@ class Codec:
             parts = [*self._encoder.split(piece.lead), *self._content(piece.content)]
             if closing.end is not None and not left_open:
                 parts += [closing.text, closing.end]
-            stored = Encoded(np.array(self._encoder.encode(parts, start), dtype=np.int32), self._fingerprint)
+            stored = Encoded(self._ids(parts, start), self._fingerprint)
         if left_open:
             ended = len(stored.ids) > 0 and int(stored.ids[-1]) in self._eos_ids
             return _Reply(stored.ids[:-1] if ended else stored.ids, Start.INSIDE, stored)
@@ -271,11 +271,13 @@ class Codec:
 
     def _literal(self, text: str, start: Start) -> tuple[Ids, Start]:
         """The ids of a literal that is encoded apart, and what then stands before the next text."""
-
         return self._literals.get((text, start), lambda: self._encoded(self._encoder.split(text), start))
 
     def _encoded(self, parts: Sequence[Part], start: Start) -> tuple[Ids, Start]:
-        return np.array(self._encoder.encode(parts, start), dtype=np.int32), end_of(parts, start)
+        return self._ids(parts, start), end_of(parts, start)
+
+    def _ids(self, parts: Sequence[Part], start: Start) -> Ids:
+        return np.array(self._encoder.encode(parts, start), dtype=np.int32)
 
     def _closing(self, tail: str) -> _Closing:
         parts = self._encoder.split(tail)
@@ -293,13 +295,3 @@ class Codec:
         except TemplateError:
             return None
         return self._closing(tail).end
-
-
-def _can_continue(layout: Layout, last: int) -> bool:
-    """Whether message number `last` stands at the end of the text, in one place and unaltered."""
-    places = [piece for piece in layout.pieces if piece.message == last]
-    return len(places) == 1 and places[0] is layout.pieces[-1] and places[0].opaque
-
-
-def _default_template(encoder: Encoder) -> str:
-    return CHATML if {"<|im_start|>", "<|im_end|>"} <= encoder.controls.keys() else PLAIN
