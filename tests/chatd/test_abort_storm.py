@@ -14,7 +14,7 @@ from engine.local import LocalEngine
 from tests.chatd.harness import WITHIN_S, serving
 from tests.support.tiny_models import save_tiny
 
-CLIENTS = 60
+CLIENTS = 200
 
 
 async def test_clients_that_go_away(tmp_path: Path) -> None:
