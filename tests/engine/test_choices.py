@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from engine.api import (
     Admitted,
@@ -228,6 +229,22 @@ async def test_a_choice_that_fails_fails_the_request(
     assert isinstance(outputs.events[-1], Failed)
     assert outputs.events[-1].code == "no_candidate"
     assert_no_page_in_use(engine)
+
+
+async def test_a_sampler_that_changes_logits_changes_its_own(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, original = start_engine(), Sampler.sample
+    expected = await choose(engine, prompt(20), 3, seed=1, **LONG)
+
+    @torch.inference_mode()
+    def spoiling(self: Sampler, logits: torch.Tensor, generated: int) -> int:
+        token = original(self, logits, generated)
+        logits.fill_(float("nan"))
+        return token
+
+    monkeypatch.setattr(Sampler, "sample", spoiling)
+    assert (await choose(engine, prompt(20), 3, seed=1, **LONG)).ids == expected.ids
 
 
 async def test_stop_strings_over_tokens_of_the_model(start_engine: StartEngine) -> None:

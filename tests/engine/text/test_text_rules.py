@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest, RequestError
 from engine.text import ChatAssets, Codec, TemplateError
 from engine.text.api import ChatMessage, Encoded, Role
 from tests.engine.text.test_same_ids_as_transformers import continued_reference
-from tests.engine.text.tiny_tokenizers import Family, families
+from tests.engine.text.tiny_tokenizers import CHATML, Family, families
 
 ROLES: dict[str, tuple[Role, ...]] = {
     "user": ("user",),
@@ -128,6 +128,14 @@ class TestContinued:
         rows = [(message.role, message.content) for message in self.MESSAGES]
         opened = codecs[family].prompt(self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
         assert opened.tokens.tolist() == continued_reference(all_families[family].assets(), rows)
+
+    def test_no_text_that_ends_an_answer_comes_before_the_rest(self, all_families: dict[str, Family]) -> None:
+        assets = all_families["chatml"].assets()
+        template = CHATML.replace("'<|im_end|>'", "' (over)<|im_end|>'")
+        codec = Codec(ChatAssets(assets.tokenizer_json, template, assets.special_tokens, assets.eos_ids))
+        opened = codec.prompt(self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
+        assert codec.decode(opened.tokens).endswith("The capital of")
+        assert codec.decode(opened.segments[1].ids) == "The capital of"
 
     def test_known_ids_are_used_without_their_end(self, codecs: dict[str, Codec]) -> None:
         codec = codecs["chatml"]
