@@ -123,6 +123,22 @@ def test_hard_text_of_the_default_model(default_codec: Codec, seed: int) -> None
     assert detokenizer.flush() == ""
 
 
+def test_hard_text_in_every_split_and_cut_anywhere(default_codec: Codec) -> None:
+    ids = default_codec.encode(HARD).tolist()
+    for first in range(len(ids) + 1):
+        for second in range(first, len(ids) + 1):
+            detokenizer = default_codec.detokenizer()
+            portions = (ids[:first], ids[first:second], ids[second:])
+            assert "".join(map(detokenizer.push, portions)) == HARD
+            assert detokenizer.whole == (len(ids), len(HARD))
+        cut = default_codec.detokenizer()
+        text = cut.push(ids[:first])
+        assert HARD.startswith(text)
+        whole = cut.whole
+        assert default_codec.decode(ids[: whole.ids]) == text[: whole.characters]
+        assert cut.flush() in ("", "\ufffd")
+
+
 def test_every_id_of_the_default_model(default_codec: Codec, default_assets: ChatAssets) -> None:
     added = {token["id"] for token in json.loads(default_assets.tokenizer_json)["added_tokens"]}
     vocabulary = default_codec.vocabulary
