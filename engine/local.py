@@ -232,10 +232,12 @@ class LocalEngine:
         self._steps += 1
         sampled = iter(logits)
         for row in plan.rows:
-            samples = row.samples
+            row_logits = next(sampled) if row.samples else None
+            if row.sequence.request.id not in self._requests:
+                continue  # another of its choices has just failed
             self._scheduler.computed(row)
-            if samples:
-                self._sample(row.sequence, next(sampled))
+            if row_logits is not None:
+                self._sample(row.sequence, row_logits)
             elif row.sequence.generated == 0 and row.sequence.index == 0:
                 self._report_progress(row)
 

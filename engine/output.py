@@ -55,18 +55,9 @@ class ChoiceOutput:
         self._closed_ids = 0
 
     @property
-    def index(self) -> int:
-        return self._index
-
-    @property
     def reason(self) -> FinishReason | None:
         """Why the choice has ended; None while it goes on."""
         return self._reason
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens were pushed."""
-        return self._tokens
 
     def push(self, token: int, logprob: SampledLogprob | None = None, *, last: bool = False) -> Delta | None:
         """What a sampled token lets out, if anything. last: no more can follow, so the choice ends with `length`.

@@ -214,20 +214,25 @@ async def test_an_abort_ends_all_choices(start_engine: StartEngine) -> None:
     assert_no_page_in_use(engine)
 
 
-async def test_a_choice_that_fails_fails_the_request(
+async def test_a_choice_that_fails_fails_its_request_only(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, original, calls = start_engine(), Sampler.sample, itertools.count()
+    engine, original = start_engine(), Sampler.sample
+    alone = await choose(engine, prompt(30), 2, seed=8, **LONG)
+    doomed = itertools.count()
 
-    def broken(self: Sampler, *args: object) -> int:
-        if next(calls) == 9:
+    def broken(self: Sampler, logits: torch.Tensor, generated: int) -> int:
+        if self._params.min_p and next(doomed) == 9:  # the second choice of four, in their third step
             raise NoCandidate("nothing")
-        return original(self, *args)  # type: ignore[arg-type]
+        return original(self, logits, generated)
 
     monkeypatch.setattr(Sampler, "sample", broken)
-    outputs = await choose(engine, prompt(20), 4, **LONG)
-    assert isinstance(outputs.events[-1], Failed)
-    assert outputs.events[-1].code == "no_candidate"
+    failed, beside = await asyncio.gather(
+        choose(engine, prompt(20), 4, min_p=0.5, **LONG), choose(engine, prompt(30), 2, seed=8, **LONG)
+    )
+    assert isinstance(failed.events[-1], Failed)
+    assert failed.events[-1].code == "no_candidate"
+    assert beside.ids == alone.ids
     assert_no_page_in_use(engine)
 
 
