@@ -26,6 +26,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 MAX_TOP_LOGPROBS = 20
 MAX_ENTRIES = 1024
+MAX_STOP_CHARACTERS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,14 @@ class SamplingParams:
     temperature: 0 is greedy (argmax of the unscaled logits). top_p: nucleus mass in [0, 1]; 0 is greedy.
     seed: the same seed gives the same text beside any other requests; None draws one.
     max_tokens: upper bound on generated tokens; None: all that the context and the pool still hold; 0: prefill only.
-    min_tokens: eos and stop ids cannot be sampled before this many tokens. ignore_eos: a sampled eos id does not
-    end the text; stop_token_ids still do.
+    min_tokens: eos and stop ids cannot be sampled before this many tokens, and stop strings are looked for only in the
+    text after them. ignore_eos: a sampled eos id does not end the text; stop_token_ids still do.
     top_k: only the k most likely tokens; 0 is all, 1 is greedy. min_p: only tokens at least this share of the most
     likely one's probability. repetition_penalty: divides positive logits (multiplies negative ones) of every token of
     prompt and output (CTRL, arXiv 1909.05858); 1 is none. presence_penalty, frequency_penalty: taken off the logit of a
     token of the output, once and for each time. logit_bias: (id, added to its logit) pairs, at most 1,024.
-    stop: the text ends before the first of these strings; at most 1,024 non-empty ones.
+    stop: the text ends before the first of these strings; at most 1,024 non-empty ones of 65,536 characters in all.
+    The string that ends first counts, the longest of several that end together.
     logprobs: None, or how many of the most likely tokens to tell for each position, 0 to 20, beside the sampled one.
     grammar: None, or what the output must match.
     """
@@ -99,6 +101,8 @@ class SamplingParams:
             raise ValueError(f"logit_bias takes at most {MAX_ENTRIES} tokens, each between -100 and 100")
         if len(self.stop) > MAX_ENTRIES or "" in self.stop:
             raise ValueError(f"stop takes at most {MAX_ENTRIES} strings, none of them empty")
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop takes at most {MAX_STOP_CHARACTERS} characters in all")
 
     @property
     def greedy(self) -> bool:
@@ -107,8 +111,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """`n` generations of one prompt. `id` is unique among live requests; `tokens` is the whole prompt, int32, at least
-    one id.
+    """`n` generations of one prompt, which is computed once. `id` is unique among live requests; `tokens` is the whole
+    prompt, int32, at least one id. n: 1 up to the sequences that the engine runs at once; choice 0 is what n = 1 gives,
+    the others draw from seeds of their own, which follow from the request's.
 
     namespace separates what must never share cached pages (tenant, salt); it has no U+0000. owner tags the pages (a
     session id). priority: higher is scheduled first; below zero is background work, which makes room for nobody and
@@ -209,10 +214,14 @@ class SampledLogprob:
 class Delta:
     """Sampled ids and exactly the text that they spell, of choice `index`.
 
-    Ids are held back until the bytes of their last character are complete, and dropped with them when the request ends
-    before that: the concatenated ids are always the exact companion of the concatenated text. An eos or stop id comes
-    with the text of the ids before it, or with "". logprobs: one for each id, where they were asked for. reason: on the
-    last delta of a choice, why it ended.
+    Ids are held back until the bytes of their last character are complete, and while their text may begin a stop
+    string; ids of an unfinished character are dropped with it when the choice ends: the concatenated ids are always the
+    exact companion of the concatenated text. An eos id comes with the text of the ids before it, or with "".
+    logprobs: one for each id, where they were asked for. reason: on the last delta of a choice, why it ended.
+
+    unspelled: above 0 only on a last delta, where the text ends inside a token (a stop string began there, or a
+    character that was never finished): so many characters at the end of `text` are spelled by no id. That token and all
+    after it, an eos as well, are left out of the ids; whoever keeps ids beside the text has to encode these characters.
     """
 
     request_id: str
@@ -221,11 +230,13 @@ class Delta:
     index: int = 0
     logprobs: tuple[SampledLogprob, ...] = ()
     reason: FinishReason | None = None
+    unspelled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All choices have ended; `reason` is that of choice 0, usage counts the output of all of them."""
+    """All choices have ended. reason: that of choice 0, or `cancelled` for an aborted request. usage: the prompt once
+    and the output of all choices. timings: decode lasts until the last token of any choice."""
 
     request_id: str
     reason: FinishReason

@@ -17,7 +17,6 @@ import torch
 from cache import PrefixCache
 from engine.api import (
     Admitted,
-    Delta,
     EngineInfo,
     EngineSnapshot,
     Event,
@@ -30,21 +29,23 @@ from engine.api import (
     Queued,
     SamplingParams,
 )
+from engine.choices import Choices, choice_params
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, InvalidRequest, QueueFull, RequestTooLong
+from engine.output import ChoiceOutput
 from engine.runner import ModelRunner
 from engine.sampling import NoCandidate, Sampler
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
 from engine.streams import EventStream, deliver
-from engine.text import Codec
+from engine.text import Codec, StopStrings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    sequence: Sequence
+    choices: Choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class LocalEngine:
         self._cache = cache
         self._clock = clock
         self._max_waiting = config.max_waiting
+        self._max_choices = config.max_running
         self._scheduler = Scheduler(
             cache,
             page_size=info.page_size,
@@ -91,7 +93,7 @@ class LocalEngine:
         )
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Flush | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, EventStream] = {}
-        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, Choices] = {}
         self._outbox: list[Event] = []
         self._lock = threading.Lock()  # guards _streams, _numbers, _not_admitted and _stopped
         self._numbers = 0
@@ -127,17 +129,21 @@ class LocalEngine:
             raise InvalidRequest("the request names an adapter that is not loaded")
         if "\0" in request.namespace:
             raise InvalidRequest("a namespace must not contain U+0000")
+        if not 1 <= request.n <= self._max_choices:
+            raise InvalidRequest(f"n must be between 1 and {self._max_choices}")
         self.check(len(tokens), request.params)
         stream = EventStream(asyncio.get_running_loop())
+        stops = StopStrings(request.params.stop)
         with self._lock:
             self._check_open()
             if request.id in self._streams:
                 raise InvalidRequest("a request of this id is running already")
-            self._numbers += 1
+            first = self._sequence(self._numbers, request, 0, stops)
+            self._numbers += request.n
             self._streams[request.id] = stream
             self._not_admitted.add(request.id)
             stream.put(Queued(request.id))
-            self._inbox.put(_Submit(self._sequence(self._numbers, request)))
+            self._inbox.put(_Submit(Choices(request, stops, [first])))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -180,8 +186,8 @@ class LocalEngine:
                 break
             self._step()
             self._deliver()
-        for sequence in list(self._sequences.values()):
-            self._fail(sequence, "shutdown", "the server is shutting down")
+        for choices in list(self._requests.values()):
+            self._fail(choices, "shutdown", "the server is shutting down")
         self._deliver()
 
     def _read_inbox(self, wait: bool) -> bool:
@@ -193,12 +199,12 @@ class LocalEngine:
                 return True
             wait = False
             match message:
-                case _Submit(sequence):
-                    self._sequences[sequence.request.id] = sequence
-                    self._scheduler.add(sequence)
+                case _Submit(choices):
+                    self._requests[choices.request.id] = choices
+                    self._scheduler.add(choices.first)
                 case _Abort(request_id):
-                    if (found := self._sequences.get(request_id)) is not None:
-                        self._finish(found, "cancelled")
+                    if (found := self._requests.get(request_id)) is not None:
+                        self._finish_all(found, "cancelled")
                 case _Flush(done):
                     done.set_result(self._cache.reset())
                 case _Stop():
@@ -211,31 +217,36 @@ class LocalEngine:
         except Exception:
             # Whatever went wrong belongs to this step's requests; the engine goes on with the others.
             log.exception("a step failed")
-            for sequence in {row.sequence.number: row.sequence for row in plan.rows}.values():
-                if sequence.request.id in self._sequences:
-                    self._fail(sequence, "engine_error", "the model failed on this request")
+            for request_id in dict.fromkeys(row.sequence.request.id for row in plan.rows):
+                if (choices := self._requests.get(request_id)) is not None:
+                    self._fail(choices, "engine_error", "the model failed on this request")
 
     def _compute(self, plan: StepPlan) -> None:
         for sequence in plan.preempted:
             self._runner.drop(sequence.number)
         for sequence in plan.exhausted:
             if sequence.admitted is None:
-                self._fail(sequence, "no_room", "the cache has no free pages for background work")
-            else:
+                self._fail(self._requests[sequence.request.id], "no_room", "the cache has no room for background work")
+            elif sequence.generated:
                 self._finish(sequence, "length")
+            else:
+                self._finish_all(self._requests[sequence.request.id], "length")
         for sequence in plan.admitted:
-            self._announce(sequence)
+            if sequence.index == 0:
+                self._announce(sequence)
         if not plan.rows:
             return
         logits = self._runner.run(plan.rows)
         self._steps += 1
         sampled = iter(logits)
         for row in plan.rows:
-            samples = row.samples
+            row_logits = next(sampled) if row.samples else None
+            if row.sequence.request.id not in self._requests:
+                continue  # another of its choices has just failed
             self._scheduler.computed(row)
-            if samples:
-                self._sample(row.sequence, next(sampled))
-            elif row.sequence.generated == 0:
+            if row_logits is not None:
+                self._sample(row.sequence, row_logits)
+            elif row.sequence.generated == 0 and row.sequence.index == 0:
                 self._report_progress(row)
 
     def _announce(self, sequence: Sequence) -> None:
@@ -251,42 +262,76 @@ class LocalEngine:
         self._outbox.append(event)
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """Samples for a sequence, and at the end of a prompt for all choices that go on from it."""
+        choices = self._requests[sequence.request.id]
+        forked = self._fork(choices) if choices.missing else []
+        for each in (sequence, *forked):
+            if sequence.request.id in self._requests:  # a choice that fails ends the others
+                self._sample_one(each, logits.clone() if forked else logits)
+
+    def _fork(self, choices: Choices) -> list[Sequence]:
+        """Makes the other choices; gives those that have pages, the rest wait."""
+        first, forked = choices.first, []
+        for index in choices.missing:
+            sequence = self._sequence(first.number, choices.request, index, choices.stops)
+            choices.sequences.append(sequence)
+            if self._scheduler.fork(first, sequence):
+                self._runner.fork(first, sequence)
+                forked.append(sequence)
+        return forked
+
+    def _sample_one(self, sequence: Sequence, logits: torch.Tensor) -> None:
         if sequence.full:  # max_tokens 0: the prompt was only to be prefilled
             self._finish(sequence, "length")
             return
         try:
             token = sequence.sampler.sample(logits, sequence.generated)
         except NoCandidate as error:
-            self._fail(sequence, "no_candidate", str(error))
+            self._fail(self._requests[sequence.request.id], "no_candidate", str(error))
             return
         sequence.append(token, self._clock())
-        text = sequence.detokenizer.push((token,))
-        sequence.unsent.append(token)
-        reason = sequence.end_reason(token, self._codec.eos_ids)
-        if reason == "stop":
-            # The stop id has no text of its own; bytes of a character that will never be whole go, with their ids.
-            kept = sequence.unsent[: len(sequence.unsent) - 1 - sequence.detokenizer.pending_ids]
-            self._outbox.append(Delta(sequence.request.id, (*kept, token), text))
-        elif sequence.detokenizer.pending_ids == 0:
-            self._outbox.append(Delta(sequence.request.id, tuple(sequence.unsent), text))
-            sequence.unsent.clear()
-        if reason is not None:
-            self._finish(sequence, reason)
+        delta = sequence.output.push(token, last=sequence.full)
+        if delta is not None:
+            self._outbox.append(delta)
+        if sequence.output.reason is not None:
+            self._ended(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        now = self._clock()
-        self._end(sequence, Finished(sequence.request.id, reason, sequence.usage(), sequence.timings(now)))
+        self._outbox.append(sequence.output.end(reason))
+        self._ended(sequence)
 
-    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
-        self._end(sequence, Failed(sequence.request.id, code, message))
+    def _ended(self, sequence: Sequence) -> None:
+        """The choice has given its last delta; with the last choice the request ends."""
+        self._drop(sequence)
+        choices = self._requests[sequence.request.id]
+        if (reason := choices.reason) is not None:
+            self._end(choices, reason)
 
-    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
+    def _finish_all(self, choices: Choices, reason: FinishReason) -> None:
+        """Ends every choice at once; those that have sampled anything tell it."""
+        for sequence in choices.unended:
+            if sequence.generated:
+                self._outbox.append(sequence.output.end(reason))
+        self._end(choices, reason)
+
+    def _fail(self, choices: Choices, code: str, message: str) -> None:
+        self._close(choices, Failed(choices.request.id, code, message))
+
+    def _end(self, choices: Choices, reason: FinishReason) -> None:
+        end = Finished(choices.request.id, reason, choices.usage(), choices.timings(self._clock()))
+        self._close(choices, end)
+
+    def _close(self, choices: Choices, event: Finished | Failed) -> None:
+        for sequence in choices.sequences:
+            self._drop(sequence)
+        del self._requests[choices.request.id]
+        with self._lock:
+            self._not_admitted.discard(choices.request.id)
+        self._outbox.append(event)
+
+    def _drop(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._runner.drop(sequence.number)
-        del self._sequences[sequence.request.id]
-        with self._lock:
-            self._not_admitted.discard(sequence.request.id)
-        self._outbox.append(event)
 
     def _deliver(self) -> None:
         if not self._outbox:
@@ -306,14 +351,16 @@ class LocalEngine:
         if len(self._not_admitted) >= self._max_waiting:
             raise QueueFull(len(self._not_admitted))
 
-    def _sequence(self, number: int, request: GenerateRequest) -> Sequence:
+    def _sequence(self, first: int, request: GenerateRequest, index: int, stops: StopStrings) -> Sequence:
+        """Choice `index` of a request whose first sequence has the number `first`."""
         limit = min(self._info.context_length, self._info.pool_tokens)
         asked = request.params.max_tokens
         return Sequence(
-            number=number,
+            number=first + index,
+            index=index,
             request=request,
-            sampler=Sampler(request.params, self._codec.eos_ids),
-            detokenizer=self._codec.detokenizer(),
+            sampler=Sampler(choice_params(request.params, index), self._codec.eos_ids),
+            output=ChoiceOutput(request, index, self._codec.detokenizer(), self._codec.eos_ids, stops),
             capacity=limit if asked is None else min(limit, len(request.tokens) + asked),
             received=self._clock(),
         )

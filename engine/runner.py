@@ -10,6 +10,7 @@ from engine.attention import AttentionBackend, AttentionRow
 from engine.models.base import Model
 from engine.quant.linear import PACKED_ROWS
 from engine.scheduler import StepRow
+from engine.sequence import Sequence
 
 
 class ModelRunner:
@@ -55,6 +56,12 @@ class ModelRunner:
             span = torch.arange(start, start + length)
             self._model.forward(torch.zeros_like(span), span, torch.zeros(1, dtype=torch.int64), self._attention)
         self._attention.drop(0)
+
+    @torch.inference_mode()
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child's lease is a fork of the parent's; from now on it has the same keys and values."""
+        tail = child.lease.tail_copy if child.lease is not None else None
+        self._attention.fork(parent.number, child.number, child.computed, tail)
 
     def drop(self, sequence: int) -> None:
         self._attention.drop(sequence)

@@ -108,6 +108,20 @@ class Scheduler:
         if sequence.lease is not None and self._pages.shares(sequence):
             sequence.lease.commit(sequence.tokens[: sequence.computed])
 
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Lets `child`, which has the same tokens, run from what `parent` has computed, on the same pages.
+
+        False: it has no pages, and waits like any other sequence; what the parent committed is cached for it.
+        """
+        if parent.lease is not None and self._pages.shares(parent) and len(self._running) < self._max_running:
+            child.lease = self._pages.fork(parent.lease)
+        if child.lease is None:
+            self.add(child)
+            return False
+        child.computed, child.admitted = parent.computed, self._clock()
+        insort(self._running, child, key=_rank)
+        return True
+
     def remove(self, sequence: Sequence) -> None:
         """Takes an ended sequence out and gives back its pages; what it committed stays cached."""
         self._waiting.remove(sequence)

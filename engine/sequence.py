@@ -1,4 +1,4 @@
-"""One running request: its tokens, how many of them have keys and values, and its lease on the pool."""
+"""One running sequence: its tokens, how many of them have keys and values, and its lease on the pool."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cache import Lease
-from engine.api import FinishReason, GenerateRequest, Timings, TokenIds, Usage
+from engine.api import GenerateRequest, Timings, TokenIds
+from engine.output import ChoiceOutput
 from engine.sampling import Sampler
-from engine.text import Detokenizer
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of one request from submit to its terminal event. Owned by the engine's thread.
+    """The state of one choice of a request, from submit or fork to its end. Owned by the engine's thread.
 
         tokens  |<---- prompt ---->|<---- output ---->|        |
                 |<------- computed ------>|<-pending->|        |
@@ -26,9 +26,10 @@ class Sequence:
     """
 
     number: int
+    index: int
     request: GenerateRequest
     sampler: Sampler
-    detokenizer: Detokenizer
+    output: ChoiceOutput
     capacity: int
     received: float
     tokens: TokenIds = field(init=False)
@@ -41,7 +42,6 @@ class Sequence:
     last_token: float | None = None
     preemptions: int = 0
     arrived: int = 0
-    unsent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.request.tokens)
@@ -83,16 +83,6 @@ class Sequence:
         self.last_token = now
         if self.first_token is None:
             self.first_token = now
-
-    def end_reason(self, token: int, eos_ids: frozenset[int]) -> FinishReason | None:
-        """Why the request ends with the token just appended, or None."""
-        params = self.request.params
-        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
-            return "stop"
-        return "length" if self.full else None
-
-    def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.cached_tokens, self.generated)
 
     def timings(self, now: float) -> Timings:
         """Durations so far; a phase that was not reached took 0 ms."""

@@ -53,9 +53,16 @@ class RunningTurn:
         return self.length - self._saved
 
     def take(self, delta: Delta) -> str:
-        """Adds a delta and gives its text as it is to be shown; `length` is in code points."""
+        """Adds a delta and gives its text as it is to be shown; `length` is in code points.
+
+        Text that no id spells (a stop string began inside a token) is encoded, so that ids and text stay companions;
+        without any ids before it there are none at all, and the next prompt encodes the text.
+        """
         self._ids.extend(delta.ids)
         text = shown(delta.text)
+        if delta.unspelled and self._ids:
+            rest = self._codec.encode(text[-delta.unspelled :], continued=True)
+            self._ids.extend(int(token) for token in rest)
         if text:
             self._heard = len(self._ids)
             self._text.append(text)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from engine.openmp import spin_briefly
 from tests.support.server import ServerProcess
 
+spin_briefly()  # before anything loads torch: beside other work on the same cores, tests take seconds, not minutes
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")

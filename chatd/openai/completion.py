@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from chatd.errors import GenerationFailed, problem_of
@@ -23,16 +23,49 @@ class Head:
     created: int
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The message that is continued: its text, and how many ids at the end of the prompt spell it."""
+
+    text: str = ""
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice so far. unspelled: as in `Delta`, characters at the end of its text that no id spells."""
+
+    index: int
+    ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    unspelled: int = 0
+    reason: FinishReason | None = None
+
+    def take(self, delta: Delta) -> None:
+        self.ids.extend(delta.ids)
+        self.text.append(delta.text)
+        self.unspelled = delta.unspelled
+        self.reason = delta.reason
+
+
 class Completion:
     """Made when the engine has accepted the request. Use either `answer` or `stream`, once, and to its end."""
 
-    def __init__(self, head: Head, engine: Engine, request: GenerateRequest, events: AsyncIterator[Event]) -> None:
+    def __init__(
+        self,
+        head: Head,
+        engine: Engine,
+        request: GenerateRequest,
+        events: AsyncIterator[Event],
+        opening: Opening | None = None,
+    ) -> None:
+        """opening: what a client will send back before the answer, as one text with it; None: nothing is remembered."""
         self._head = head
         self._engine = engine
         self._request = request
         self._events = events
-        self._ids: list[int] = []
-        self._text: list[str] = []
+        self._opening = opening
+        self._choices = [Choice(index) for index in range(request.n)]
 
     def abort(self) -> None:
         """The client has gone: the engine stops within a step, and then the events end."""
@@ -42,30 +75,38 @@ class Completion:
         """The whole completion. Raises GenerationFailed."""
         async for event in self._events:
             if isinstance(event, Delta):
-                self._take(event)
+                self._choices[event.index].take(event)
             elif isinstance(event, Finished):
-                self._remember(event.reason)
+                self._finish(event)
                 return self._whole(event)
             elif isinstance(event, Failed):
                 raise GenerationFailed(event.code)
         raise GenerationFailed("no_end")
 
     async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """Role chunk, deltas, a chunk with finish_reason, the usage if asked for, [DONE]; or an error, and the end."""
+        """A role chunk for each choice, deltas, a chunk with finish_reason for each choice as it ends, the usage if
+        asked for, [DONE]; or an error, and the end."""
         before, after = self._frame("chat.completion.chunk", include_usage)
-        head = f'data: {before}"choices":[{{"index":0,"delta":'
-        tail = f',"logprobs":null,"finish_reason":null}}]{after}}}\n\n'
-        yield f'{head}{{"role":"assistant","content":""}}{tail}'.encode()
+
+        def chunk(index: int, delta: str, reason: FinishReason | None = None) -> bytes:
+            ended = "null" if reason is None else json.dumps(_reason(reason))
+            choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":{ended}}}'
+            return f'data: {before}"choices":[{choice}]{after}}}\n\n'.encode()
+
+        for choice in self._choices:
+            yield chunk(choice.index, '{"role":"assistant","content":""}')
         try:
             async for event in self._events:
                 if isinstance(event, Delta):
-                    self._take(event)
+                    choice = self._choices[event.index]
+                    choice.take(event)
                     if event.text:
-                        yield f'{head}{{"content":{json.dumps(event.text, ensure_ascii=False)}}}{tail}'.encode()
+                        yield chunk(event.index, f'{{"content":{json.dumps(event.text, ensure_ascii=False)}}}')
+                    if event.reason is not None:
+                        yield chunk(event.index, "{}", event.reason)
                 elif isinstance(event, Finished):
-                    self._remember(event.reason)
-                    reason = json.dumps(_reason(event.reason))
-                    yield f'{head}{{}},"logprobs":null,"finish_reason":{reason}}}]{after}}}\n\n'.encode()
+                    for choice in self._finish(event):
+                        yield chunk(choice.index, "{}", choice.reason)
                     if include_usage:
                         usage = json.dumps(usage_json(event.usage), separators=(",", ":"))
                         yield f'data: {before}"choices":[],"usage":{usage}}}\n\n'.encode()
@@ -75,14 +116,24 @@ class Completion:
         except GenerationFailed as error:
             yield f"data: {json.dumps(problem_of(error).openai_json())}\n\n".encode()
 
-    def _take(self, delta: Delta) -> None:
-        self._ids.extend(delta.ids)
-        self._text.append(delta.text)
+    def _finish(self, end: Finished) -> list[Choice]:
+        """Remembers what was said; gives the choices that had not told their end."""
+        if end.reason != "cancelled":
+            for choice in self._choices:
+                self._remember(choice)
+        untold = [choice for choice in self._choices if choice.reason is None]
+        for choice in untold:
+            choice.reason = end.reason
+        return untold
 
-    def _remember(self, reason: FinishReason) -> None:
-        if reason != "cancelled" and self._ids:
-            asked = self._request
-            self._engine.codec.remember(asked.namespace, asked.tokens, self._ids, "".join(self._text))
+    def _remember(self, choice: Choice) -> None:
+        if not choice.ids or self._opening is None:
+            return
+        asked, codec, text = self._request, self._engine.codec, "".join(choice.text)
+        rest = codec.encode(text[len(text) - choice.unspelled :], continued=True) if choice.unspelled else ()
+        start = len(asked.tokens) - self._opening.tokens
+        ids = [int(token) for token in (*asked.tokens[start:], *choice.ids, *rest)]
+        codec.remember(asked.namespace, asked.tokens[:start], ids, self._opening.text + text)
 
     def _frame(self, kind: str, include_usage: bool) -> tuple[str, str]:
         """What stands before `"choices"` and after it in every chunk."""
@@ -91,14 +142,21 @@ class Completion:
         return opened, ',"usage":null' if include_usage else ""
 
     def _whole(self, end: Finished) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(self._text), "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(end.reason)}
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "logprobs": None,
+                "finish_reason": _reason(choice.reason or end.reason),
+            }
+            for choice in self._choices
+        ]
         return {
             "id": self._head.id,
             "object": "chat.completion",
             "created": self._head.created,
             "model": self._head.model,
-            "choices": [choice],
+            "choices": choices,
             "usage": usage_json(end.usage),
         }
 

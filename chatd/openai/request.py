@@ -14,7 +14,6 @@ from engine.api import SamplingParams
 from engine.text.api import ChatMessage, Role
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "n": (1,),
     "store": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -44,7 +43,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | list[TextPart] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -54,10 +53,17 @@ class Message(Strict):
             return {k: v for k, v in value.items() if k in ("role", "content") or (v is not None and v != [])}
         return value
 
+    @model_validator(mode="after")
+    def _only_answers_are_empty(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("only an assistant message may have no content")
+        return self
+
     def plain(self) -> ChatMessage:
+        """Parts are one text, joined with nothing between; no content is an empty text."""
         role: Role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return ChatMessage(role, content)
+        parts = self.content or ""
+        return ChatMessage(role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
 
 
 class StreamOptions(Strict):
@@ -78,6 +84,13 @@ class ChatCompletionRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
+    n: int | None = Field(None, ge=1, le=128, description="how many choices; at most what the engine runs at once")
+    add_generation_prompt: bool | None = Field(
+        None, description="whether the prompt ends with the header of an answer; true unless a message is continued"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the last message is an answer without its end, which the choices go on with"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Text | None = Field(
@@ -100,6 +113,16 @@ class ChatCompletionRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
                 raise UnsupportedParameter(name)
+
+    def continues(self) -> bool:
+        """Whether the last message is to be continued. Raises InvalidParameter where that cannot be."""
+        if not self.continue_final_message:
+            return False
+        if self.add_generation_prompt:
+            raise InvalidParameter("add_generation_prompt", "must not be true where a message is continued")
+        if self.messages[-1].role != "assistant":
+            raise InvalidParameter("continue_final_message", "the last message must be an assistant's")
+        return True
 
     def chat(self) -> list[ChatMessage]:
         return [message.plain() for message in self.messages]

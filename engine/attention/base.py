@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cache import TailCopy
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -58,7 +60,10 @@ class AttentionRow:
 
 
 class AttentionBackend(Protocol):
-    """`plan` once a step, then `run` once for each layer, in order; `drop` when a sequence ends or loses its pages."""
+    """`plan` once a step, then `run` once for each layer, in order; `drop` when a sequence ends or loses its pages.
+
+    `fork` between two steps, when a sequence gets a second branch.
+    """
 
     def plan(self, rows: Sequence[AttentionRow]) -> None:
         """Prepares a step whose flat tokens are those of `rows`, one after the other."""
@@ -68,6 +73,13 @@ class AttentionBackend(Protocol):
         """Stores k and v ([T, Hkv, D], after RoPE) and attends causally with q ([T, Hq, D]); gives [T, Hq, D].
 
         After the last layer, the pages of every row hold K and V of all its tokens.
+        """
+        ...
+
+    def fork(self, source: int, target: int, tokens: int, tail: TailCopy | None) -> None:
+        """`target`, a new sequence, has the K and V of the first `tokens` tokens of `source`.
+
+        Full pages are in both page tables; `tail` says what to copy of the page that is not full, None: there is none.
         """
         ...
 

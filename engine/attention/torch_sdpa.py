@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from cache import TailCopy
 from engine.attention.base import AttentionRow, KVShape, LayerAttention
 from engine.attention.visible import Visible, visible
 
@@ -81,6 +82,12 @@ class TorchAttention:
             for planned in self._planned:
                 self._store_full_pages(planned)
         return out
+
+    def fork(self, source: int, target: int, tokens: int, tail: TailCopy | None) -> None:
+        """Copies the working copy alone: a page that is not full is in no pool, so `tail` moves nothing there."""
+        original = self._working[source]
+        copy = self._working[target] = torch.empty_like(original)
+        copy[..., :tokens, :] = original[..., :tokens, :]
 
     def drop(self, sequence: int) -> None:
         self._working.pop(sequence, None)

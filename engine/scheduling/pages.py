@@ -56,6 +56,13 @@ class SequencePages:
             return error
         return None
 
+    def fork(self, lease: Lease) -> Lease | None:
+        """Another lease on what is committed; None where there is no page for the unfilled one."""
+        try:
+            return lease.fork()
+        except OutOfPages:
+            return None
+
     def unpin(self) -> bool:
         """Ends all pins; False where there are none."""
         pins = self._cache.pins

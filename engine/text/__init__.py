@@ -10,6 +10,7 @@ from engine.text.codec import Codec
 from engine.text.detokenizer import Detokenizer
 from engine.text.errors import TemplateError
 from engine.text.replies import ReplyMemory
+from engine.text.stops import StopMatcher, StopStrings
 from engine.text.vocabulary import Vocabulary
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "Codec",
     "Detokenizer",
     "ReplyMemory",
+    "StopMatcher",
+    "StopStrings",
     "TemplateError",
     "Vocabulary",
     "assets_from_folder",

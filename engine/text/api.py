@@ -39,12 +39,14 @@ class Prompt:
     """tokens: all the ids, the generation prompt included. segments[i]: what to store for message i.
 
     header_tokens: number of ids at the end of `tokens` that are the generation prompt (the reply's own header).
+    opening_tokens: number of ids at the end of `tokens` that are the content of a message that is continued.
     """
 
     tokens: npt.NDArray[np.int32]
     segments: tuple[Encoded, ...]
     message_tokens: tuple[int, ...]
     header_tokens: int
+    opening_tokens: int = 0
 
 
 class ChatCodec(Protocol):
@@ -60,6 +62,7 @@ class ChatCodec(Protocol):
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         namespace: str | None = None,
         now: datetime | None = None,
     ) -> Prompt:
@@ -70,7 +73,10 @@ class ChatCodec(Protocol):
         namespace: where to look for replies that were remembered; None looks nowhere. now: the date for templates that
         ask for one; it has to stay the same for a conversation, or its prefix changes.
 
-        Raises TemplateError when the model's template refuses the conversation.
+        continue_final_message: the last message, an assistant's, is left without its end, for the model to go on with.
+
+        Raises TemplateError when the model's template refuses the conversation or cannot be continued, InvalidRequest
+        where a message is to be continued that is no reply, or beside a generation prompt.
         """
         ...
 

@@ -7,22 +7,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError
 from engine.text.api import ChatMessage, Encoded, Prompt
 from engine.text.assets import ChatAssets
 from engine.text.detokenizer import Detokenizer
 from engine.text.encoder import Control, Encoder, Part, Start, end_of
 from engine.text.errors import TemplateError
+from engine.text.fingerprint import context_of, fingerprint_of
 from engine.text.layout import Fragment, LayoutFinder, Piece
 from engine.text.lru import LruCache
 from engine.text.replies import ReplyMemory, Trail
-from engine.text.template import CHATML, PLAIN, ChatTemplate
+from engine.text.template import ChatTemplate, default_template
 from engine.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Codec:
             raise
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(f"the model's tokenizer.json cannot be used: {error!r}") from error
-        source = assets.chat_template if assets.chat_template is not None else _default_template(self._encoder)
+        source = assets.chat_template if assets.chat_template is not None else default_template(self._encoder.controls)
         self._template = ChatTemplate(source, assets.special_tokens)
-        self._fingerprint = _fingerprint(assets, source)
+        self._fingerprint = fingerprint_of(assets, source)
         self._layouts = LayoutFinder(self._template, self._encoder.control_pattern)
         self._literals: LruCache[tuple[str, Start], tuple[Ids, Start]] = LruCache(512)
         self._closings: LruCache[str, _Closing] = LruCache(64)
@@ -128,7 +128,7 @@ class Codec:
 
         continued: the ids will follow those of other text (SentencePiece marks only the start of a text by a space).
         """
-        return np.array(self._encoder.encode([text], Start.INSIDE if continued else Start.OF_PROMPT), dtype=np.int32)
+        return self._ids([text], Start.INSIDE if continued else Start.OF_PROMPT)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Ids to text; control ids are left out, bytes that form no character become U+FFFD, as does U+0000."""
@@ -144,6 +144,7 @@ class Codec:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         namespace: str | None = None,
         now: datetime | None = None,
     ) -> Prompt:
@@ -154,17 +155,25 @@ class Codec:
         ids; None: nowhere. now: the time to tell a template which asks for the date; None: when this codec was made.
 
         A template that alters a content, or leaves one out, gets what it wants; such segments are encoded anew every
-        time (their fingerprint ends in `:altered`). Raises TemplateError.
+        time (their fingerprint ends in `:altered`).
+
+        continue_final_message: the last reply is left open. Ids that are known for it are used without their eos; a
+        template that strips replies strips this one too. Raises TemplateError, InvalidRequest.
         """
+        if continue_final_message and (add_generation_prompt or not messages or messages[-1].role != "assistant"):
+            raise InvalidRequest("only a last message of the assistant can be continued, without a generation prompt")
         layout = self._layouts.find(
             messages, add_generation_prompt=add_generation_prompt, now=self._started if now is None else now
         )
+        if continue_final_message and not layout.ends_with(len(messages) - 1):
+            raise TemplateError("the model's chat template alters the last message, so it cannot be continued")
         trail = Trail(namespace) if namespace is not None else None
         chain: list[Ids] = []
         counts = [0] * len(messages)
         segments: list[Encoded | None] = [None] * len(messages)
         places = Counter(piece.message for piece in layout.pieces)
         start = Start.OF_PROMPT
+        opening = 0
 
         def add(ids: Ids) -> int:
             chain.append(ids)
@@ -177,8 +186,10 @@ class Codec:
             if message.role == "assistant" and piece.opaque:
                 header, start = self._literal(piece.header, start)
                 counts[piece.message] += add(header)
-                reply = self._reply(piece, message, start, trail)
-                counts[piece.message] += add(reply.ids)
+                left_open = continue_final_message and piece is layout.pieces[-1]
+                reply = self._reply(piece, message, start, trail, left_open=left_open)
+                counts[piece.message] += (added := add(reply.ids))
+                opening = added if left_open else 0
                 segment, start = reply.stored, reply.after
             else:
                 segment, start = self._stated(piece, message, start, once=places[piece.message] == 1)
@@ -191,6 +202,7 @@ class Codec:
             segments=tuple(self._kept(message, segment) for message, segment in zip(messages, segments, strict=True)),
             message_tokens=tuple(counts),
             header_tokens=len(header),
+            opening_tokens=opening,
         )
 
     def _stated(self, piece: Piece, message: ChatMessage, start: Start, *, once: bool) -> tuple[Encoded, Start]:
@@ -203,10 +215,10 @@ class Codec:
         after = end_of(parts, start)
         fingerprint = f"{self._fingerprint}:altered"
         if piece.opaque and once:
-            fingerprint = f"{self._fingerprint}:{_context(piece, message, start)}"
+            fingerprint = f"{self._fingerprint}:{context_of(piece, message, start)}"
             if message.encoded is not None and message.encoded.fingerprint == fingerprint:
                 return message.encoded, after
-        return Encoded(np.array(self._encoder.encode(parts, start), dtype=np.int32), fingerprint), after
+        return Encoded(self._ids(parts, start), fingerprint), after
 
     def _content(self, fragments: tuple[Fragment, ...]) -> list[Part]:
         parts: list[Part] = []
@@ -214,14 +226,20 @@ class Codec:
             parts += self._encoder.split(fragment.text) if fragment.literal else [fragment.text]
         return parts
 
-    def _reply(self, piece: Piece, message: ChatMessage, start: Start, trail: Trail | None) -> _Reply:
+    def _reply(
+        self, piece: Piece, message: ChatMessage, start: Start, trail: Trail | None, *, left_open: bool
+    ) -> _Reply:
+        """left_open: without its end, for the model to go on with."""
         closing = self._closings.get(piece.tail, lambda: self._closing(piece.tail))
         stored = self._known(message, trail)
         if stored is None:
             parts = [*self._encoder.split(piece.lead), *self._content(piece.content)]
-            if closing.end is not None:
+            if closing.end is not None and not left_open:
                 parts += [closing.text, closing.end]
-            stored = Encoded(np.array(self._encoder.encode(parts, start), dtype=np.int32), self._fingerprint)
+            stored = Encoded(self._ids(parts, start), self._fingerprint)
+        if left_open:
+            ended = len(stored.ids) > 0 and int(stored.ids[-1]) in self._eos_ids
+            return _Reply(stored.ids[:-1] if ended else stored.ids, Start.INSIDE, stored)
         return _Reply(*self._closed(stored.ids, closing), stored)
 
     def _closed(self, ids: Ids, closing: _Closing) -> tuple[Ids, Start]:
@@ -253,11 +271,13 @@ class Codec:
 
     def _literal(self, text: str, start: Start) -> tuple[Ids, Start]:
         """The ids of a literal that is encoded apart, and what then stands before the next text."""
-
         return self._literals.get((text, start), lambda: self._encoded(self._encoder.split(text), start))
 
     def _encoded(self, parts: Sequence[Part], start: Start) -> tuple[Ids, Start]:
-        return np.array(self._encoder.encode(parts, start), dtype=np.int32), end_of(parts, start)
+        return self._ids(parts, start), end_of(parts, start)
+
+    def _ids(self, parts: Sequence[Part], start: Start) -> Ids:
+        return np.array(self._encoder.encode(parts, start), dtype=np.int32)
 
     def _closing(self, tail: str) -> _Closing:
         parts = self._encoder.split(tail)
@@ -275,20 +295,3 @@ class Codec:
         except TemplateError:
             return None
         return self._closing(tail).end
-
-
-def _context(piece: Piece, message: ChatMessage, start: Start) -> str:
-    """A short hash of all that a segment's ids depend on, the message's own content apart."""
-    [content] = piece.content
-    form = "" if content.text == message.content else f"{len(content.text)}"
-    parts = (start.value, piece.header + piece.lead, piece.tail, form)
-    return sha256("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
-
-
-def _fingerprint(assets: ChatAssets, template: str) -> str:
-    named = json.dumps([template, assets.special_tokens], sort_keys=True)
-    return sha256(f"{assets.tokenizer_json}\0{named}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _default_template(encoder: Encoder) -> str:
-    return CHATML if {"<|im_start|>", "<|im_end|>"} <= encoder.controls.keys() else PLAIN

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.text.vocabulary import Vocabulary
+
+
+class Whole(NamedTuple):
+    """The first `ids` ids spell exactly the first `characters` characters of the text."""
+
+    ids: int
+    characters: int
 
 
 class Detokenizer:
@@ -21,43 +29,52 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = vocabulary.strips_first_space
-        self._pending_ids = 0
+        self._ids = 0
+        self._characters = 0
+        self._whole = Whole(0, 0)
 
     @property
-    def pending_ids(self) -> int:
-        """How many ids, from the first to the last that has bytes in it, belong to a character which is not whole.
+    def whole(self) -> Whole:
+        """The last place where ids and text end together, among the ends of the portions pushed.
 
-        Control ids after them are not counted.
+        An id that ends one character and begins another has no such place on either side.
         """
-        return self._pending_ids
+        return self._whole
+
+    @property
+    def characters(self) -> int:
+        """How many characters have come out."""
+        return self._characters
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that became whole with these ids."""
         pieces = [self._vocabulary.bytes_of(int(token)) for token in ids]
         joined = b"".join(pieces)
-        if not joined:
-            return ""
-        if self._at_start:
+        if self._at_start and joined:
             self._at_start = False
             if joined.startswith(b" "):
                 joined = joined[1:]
         text = self._decoder.decode(joined)
-        self._pending_ids = self._count_pending(pieces)
+        self._ids += len(pieces)
+        self._characters += len(text)
+        self._mark(pieces)
         return text.replace("\0", "\ufffd")
 
     def flush(self) -> str:
         """Ends the stream: U+FFFD for a character that was never whole, else nothing."""
-        self._pending_ids = 0
-        return self._decoder.decode(b"", final=True)
+        text = self._decoder.decode(b"", final=True)
+        self._characters += len(text)
+        self._whole = Whole(self._ids, self._characters)
+        return text
 
-    def _count_pending(self, pieces: list[bytes]) -> int:
+    def _mark(self, pieces: list[bytes]) -> None:
+        """Moves `whole` on: before the first id with a waiting byte, unless it has finished text as well."""
         waiting = len(self._decoder.getstate()[0])
-        if not waiting:
-            return 0
-        while pieces and not pieces[-1]:
-            pieces.pop()
-        for count, piece in enumerate(reversed(pieces), start=1):
-            waiting -= len(piece)
+        ids = self._ids
+        for piece in reversed(pieces):
             if waiting <= 0:
-                return count
-        return self._pending_ids + len(pieces)
+                break
+            ids -= 1
+            waiting -= len(piece)
+        if waiting == 0:
+            self._whole = Whole(ids, self._characters)

@@ -70,6 +70,11 @@ class Layout:
     pieces: tuple[Piece, ...]
     header: str
 
+    def ends_with(self, message: int) -> bool:
+        """Whether the text ends with this message, all of it, which stands nowhere else."""
+        places = [piece for piece in self.pieces if piece.message == message]
+        return len(places) == 1 and places[0] is self.pieces[-1] and places[0].opaque
+
 
 @dataclass(frozen=True, slots=True)
 class _Outline:

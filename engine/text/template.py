@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -29,6 +29,11 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 """For every other model without one: `User: ...`, a blank line, `Assistant: ...` and the eos token, if there is one."""
+
+
+def default_template(vocabulary: Container[str]) -> str:
+    """For a model that brings none, by the control tokens that it has."""
+    return CHATML if "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary else PLAIN
 
 
 class ChatTemplate:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.api import SamplingParams
+from engine.api import Delta, SamplingParams
 from tests.chatd.harness import JSON, Engines, Server, serving, sse
+from tests.sessions.letters_codec import token
+from tests.sessions.scripted_engine import Live
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -124,6 +126,37 @@ async def test_roles_and_parts_become_the_same_prompt(live: Server) -> None:
     assert live.engine.latest.request.tokens.tolist() == expected
 
 
+@pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}], "absent"])
+async def test_an_answer_without_text_is_an_empty_one(live: Server, content: Any) -> None:
+    def asked(content: Any) -> dict[str, Any]:
+        answer = {"role": "assistant"} if content == "absent" else {"role": "assistant", "content": content}
+        return {**HELLO, "messages": [USER, answer, USER]}
+
+    await answered(live, asked(""))
+    expected = live.engine.latest.request.tokens.tolist()
+    assert (await answered(live, asked(content))).status_code == 200
+    assert live.engine.latest.request.tokens.tolist() == expected
+
+
+async def test_a_message_is_continued(live: Server) -> None:
+    await answered(live, {**HELLO, "messages": [USER]})
+    asked = live.engine.latest.request.tokens.tolist()
+    await answered(live, {**OPENED, "continue_final_message": True}, " end")
+    engine, opening = live.engine.latest, [token(byte) for byte in b"The"]
+    assert engine.request.tokens.tolist() == [*asked, *opening]
+    # The client will send "The end" back, and that is where its ids are found.
+    assert live.engine.memory.remembered[-1] == ("", asked, [*opening, *engine.output], "The end")
+
+
+async def test_a_prompt_without_the_header_of_an_answer(live: Server) -> None:
+    await answered(live, {**HELLO, "messages": [USER]})
+    asked = live.engine.latest.request.tokens.tolist()
+    await answered(live, {**HELLO, "messages": [USER], "add_generation_prompt": False})
+    bare = live.engine.latest.request.tokens.tolist()
+    assert bare == asked[: len(bare)]
+    assert len(bare) < len(asked)
+
+
 async def test_a_reply_is_remembered_under_its_ids(live: Server) -> None:
     await answered(live, {**HELLO, "cache_salt": "x"}, "hé")
     engine = live.engine.latest
@@ -131,10 +164,70 @@ async def test_a_reply_is_remembered_under_its_ids(live: Server) -> None:
     assert live.engine.memory.remembered[-1] == ("salt:x", engine.request.tokens.tolist(), engine.output, "hé")
 
 
+async def test_a_reply_cut_inside_a_token_is_remembered_with_the_ids_of_its_text(live: Server) -> None:
+    asking = asyncio.create_task(live.http.post(URL, json=HELLO))
+    engine = await live.engine.next_request(len(live.engine.all) + 1)
+    engine.cut([token(ord("a"))], "ab?", 2)
+    engine.close_with("stop")
+    assert (await asking).json()["choices"][0]["message"]["content"] == "ab?"
+    _, _, ids, text = live.engine.memory.remembered[-1]
+    assert (ids, text) == ([token(byte) for byte in b"ab?"], "ab?")
+
+
+CHOICES = [(0, "a", None), (2, "x", None), (1, "é", "stop"), (0, "b", "length"), (2, "", "stop")]
+"""index, text, reason of each delta of a request with n = 3."""
+
+
+def say_choices(live: Live) -> None:
+    live.admit()
+    for index, text, reason in CHOICES:
+        ids = tuple(token(byte) for byte in text.encode())
+        live._put(Delta(live.request.id, ids, text, index=index, reason=reason))  # type: ignore[arg-type]
+    live.close_with("length")
+
+
+async def test_choices_in_a_whole_answer(live: Server) -> None:
+    number = len(live.engine.all) + 1
+    asking = asyncio.create_task(live.http.post(URL, json={**HELLO, "n": 3}))
+    engine = await live.engine.next_request(number)
+    assert engine.request.n == 3
+    say_choices(engine)
+    choices = (await asking).json()["choices"]
+    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in choices] == [
+        (0, "ab", "length"),
+        (1, "é", "stop"),
+        (2, "x", "stop"),
+    ]
+    remembered = live.engine.memory.remembered[-3:]
+    assert [text for _, _, _, text in remembered] == ["ab", "é", "x"]
+
+
+async def test_choices_in_a_stream(live: Server) -> None:
+    number = len(live.engine.all) + 1
+    body = {**HELLO, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    async with live.http.stream("POST", URL, json=body) as response:
+        say_choices(await live.engine.next_request(number))
+        data = [event["data"] async for event in sse(response)]
+    assert data.pop() == "[DONE]"
+    chunks = [json.loads(text) for text in data]
+    assert chunks.pop()["choices"] == []
+    told = [(c["index"], c["delta"].get("content"), c["finish_reason"]) for chunk in chunks for c in chunk["choices"]]
+    assert told == [
+        *((index, "", None) for index in range(3)),
+        (0, "a", None),
+        (2, "x", None),
+        (1, "é", None),
+        (1, None, "stop"),
+        (0, "b", None),
+        (0, None, "length"),
+        (2, None, "stop"),
+    ]
+
+
 @pytest.mark.parametrize(
     "extra",
     [
-        {"user": "me", "metadata": {"a": "b"}, "store": False, "tools": [], "n": 1},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "tools": [], "n": 1, "add_generation_prompt": True},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "logit_bias": {}, "stop": None},
         {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True, "stop": []},
         {"stream": False, "stream_options": None, "service_tier": "auto", "something_new": None},
@@ -147,7 +240,6 @@ async def test_parameters_that_mean_nothing_are_accepted(live: Server, extra: di
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("stop", "x"),
@@ -161,7 +253,6 @@ async def test_parameters_that_mean_nothing_are_accepted(live: Server, extra: di
         ("min_p", 0.1),
         ("response_format", {"type": "json_object"}),
         ("store", True),
-        ("continue_final_message", True),
         ("reasoning_effort", "low"),
     ],
 )
@@ -174,6 +265,8 @@ async def test_parameters_that_would_change_the_answer_are_named(live: Server, n
 
 
 USER = {"role": "user", "content": "x"}
+OPENED: dict[str, Any] = {**HELLO, "messages": [USER, {"role": "assistant", "content": "The"}]}
+PROMPTED = "add_generation_prompt"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +279,17 @@ USER = {"role": "user", "content": "x"}
         ({"model": "default"}, 400, "invalid_value", "messages"),
         ({**HELLO, "messages": []}, 400, "invalid_value", "messages"),
         ({**HELLO, "messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_value", "messages.0.role"),
-        ({**HELLO, "messages": [{"role": "user", "content": None}]}, 400, "invalid_value", None),
+        ({**HELLO, "messages": [{"role": "user", "content": None}]}, 400, "invalid_value", "messages.0"),
+        ({**HELLO, "messages": [{"role": "system"}]}, 400, "invalid_value", "messages.0"),
+        ({**HELLO, "messages": [{"role": "user", "content": 5}]}, 400, "invalid_value", None),
+        ({**HELLO, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "invalid_value", None),
+        ({**HELLO, "messages": [{"role": "user", "content": ["x"]}]}, 400, "invalid_value", None),
+        ({**HELLO, "n": 0}, 400, "invalid_value", "n"),
+        ({**HELLO, "n": 129}, 400, "invalid_value", "n"),
+        ({**HELLO, "continue_final_message": True}, 400, "invalid_value", "continue_final_message"),
+        ({**OPENED, "continue_final_message": True, "add_generation_prompt": True}, 400, "invalid_value", PROMPTED),
+        ({**HELLO, "continue_final_message": "yes"}, 400, "invalid_value", "continue_final_message"),
+        ({**HELLO, "add_generation_prompt": 1}, 400, "invalid_value", PROMPTED),
         ({**HELLO, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "invalid_value", None),
         ({**HELLO, "messages": [{**USER, "name": "SECRET"}]}, 400, "invalid_value", "messages.0.name"),
         ({**HELLO, "messages": [{"role": "user", "content": "a\0"}]}, 400, "invalid_value", None),

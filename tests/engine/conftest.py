@@ -1,4 +1,4 @@
-"""A small random model, and engines over it that end with the test."""
+"""A small random model, engines over it that end with the test, and the text side of the default model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.loading import load_engine
 from engine.local import LocalEngine
+from engine.text import ChatAssets, Codec
 from tests.support.tiny_models import save_tiny
 
 StartEngine = Callable[..., LocalEngine]
@@ -50,3 +51,15 @@ async def start_engine(
     yield start
     for engine in engines:
         await engine.close()
+
+
+@pytest.fixture(scope="session")
+def default_assets(models_dir: Path) -> ChatAssets:
+    from engine.weights import pull
+
+    return ChatAssets.load(pull(DEFAULT_MODEL, models_dir))
+
+
+@pytest.fixture(scope="session")
+def default_codec(default_assets: ChatAssets) -> Codec:
+    return Codec(default_assets)

@@ -75,9 +75,10 @@ class Rig:
         params = SamplingParams(max_tokens=max_tokens)
         sequence = Sequence(
             number=number,
+            index=0,
             request=GenerateRequest(str(number), prompt, params, **request),
             sampler=cast(Any, None),
-            detokenizer=cast(Any, None),
+            output=cast(Any, None),
             capacity=limit if max_tokens is None else min(limit, len(prompt) + max_tokens),
             received=0.0,
         )

@@ -61,6 +61,7 @@ class LettersCodec:
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         namespace: str | None = None,
         now: datetime | None = None,
     ) -> Prompt:
@@ -79,7 +80,14 @@ class LettersCodec:
             exact = message.encoded if message.encoded and message.encoded.fingerprint == self.fingerprint else None
             if message.role == "assistant":
                 ids = [int(id) for id in exact.ids] if exact else [*self.encode(message.content), END]
-                tokens += [START, *self._bytes("assistant\n"), *ids]
+                tokens += [START, *self._bytes("assistant\n")]
+                if continue_final_message and place == len(messages) - 1:
+                    opening = ids[:-1] if ids[-1:] == [END] else ids
+                    tokens += opening
+                    segments.append(Encoded(np.asarray(ids, dtype=np.int32), self.fingerprint))
+                    counts.append(len(tokens) - before)
+                    return Prompt(np.asarray(tokens, np.int32), tuple(segments), tuple(counts), 0, len(opening))
+                tokens += ids
                 tokens += [] if ids and ids[-1] == END else [END]
                 tokens += self._bytes("\n")
             else:

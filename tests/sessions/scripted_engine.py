@@ -67,9 +67,18 @@ class Live:
             self.output.append(id)
             self._put(Delta(self.request.id, (id,), self._decoder.decode(token_bytes(id))))
 
+    def cut(self, ids: Iterable[int], text: str, unspelled: int) -> None:
+        """A last delta whose text ends inside a token, at a stop string."""
+        self.output += (sent := tuple(ids))
+        self._put(Delta(self.request.id, sent, text, reason="stop", unspelled=unspelled))
+
     def finish(self, reason: FinishReason = "stop") -> None:
         if reason == "stop":
             self.say_ids([END])
+        self.close_with(reason)
+
+    def close_with(self, reason: FinishReason) -> None:
+        """The terminal event alone."""
         usage = Usage(len(self.request.tokens), self.cached, len(self.output))
         self._put(Finished(self.request.id, reason, usage, Timings(1.0, 2.0, 3.0, 4.0, 6.0)))
         self._end()

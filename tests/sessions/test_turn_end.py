@@ -18,7 +18,18 @@ from tests.sessions.scripted_engine import Live
 
 OpenRig = Callable[..., Awaitable[Rig]]
 
-A, HALF = token(ord("a")), token(0xC3)
+A, ASK, HALF = token(ord("a")), token(ord("?")), token(0xC3)
+
+
+def cut(before: list[int], ids: list[int], text: str, unspelled: int) -> Callable[[Live], None]:
+    """A stop string that begins inside a token."""
+
+    def act(live: Live) -> None:
+        live.say_ids(before)
+        live.cut(ids, text, unspelled)
+        live.close_with("stop")
+
+    return act
 
 
 def said(ids: list[int], end: Callable[[Live], object]) -> Callable[[Live], None]:
@@ -47,6 +58,15 @@ ENDS: list[tuple[str, Callable[[Live], object], tuple[str, str, str], str | None
         "stop",
         [A, END],
     ),
+    ("a stop string after a token", cut([A], [A], "a", 0), ("aa", "complete", "completed"), "stop", [A, A]),
+    (
+        "a stop string inside a token",
+        cut([A], [A], "aa?", 2),
+        ("aaa?", "complete", "completed"),
+        "stop",
+        [A, A, A, ASK],
+    ),
+    ("a stop string inside the first token", cut([], [], "a?", 2), ("a?", "complete", "completed"), "stop", []),
     ("failed", said([A], lambda live: live.fail()), ("a", "failed", "failed"), None, None),
     (
         "engine closed",

@@ -15,16 +15,17 @@ HARD = "Repeat exactly: 👨‍👩‍👧‍👦 🇯🇵 ďábelské 你好 �
 
 ALPHABET = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in ALPHABET]
-CONTROL, TAG, REAL_FFFD = 256, 257, 258
+CONTROL, TAG, REAL_FFFD, MIXED = 256, 257, 258, 259
 A, NUL = b"A"[0], 0
 
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    """Id n < 256 is the byte n; then a control token, a tag that is shown, a real U+FFFD."""
+    """Id n < 256 is the byte n; then a control token, a tag that is shown, a real U+FFFD, " " with half of an é."""
     written = {byte: chr(byte) for byte in ALPHABET} | {byte: chr(256 + n) for n, byte in enumerate(OTHERS)}
     vocab = {written[byte]: byte for byte in range(256)}
     vocab["".join(written[byte] for byte in "\ufffd".encode())] = REAL_FFFD
+    vocab["".join(written[byte] for byte in b" \xc3")] = MIXED
     added = [
         {"id": CONTROL, "content": "<|end|>", "special": True},
         {"id": TAG, "content": "<tag é>", "special": False},
@@ -55,34 +56,41 @@ def test_one_by_one(vocabulary: Vocabulary, ids: bytes | list[int], deltas: list
     detokenizer = Detokenizer(vocabulary)
     assert [detokenizer.push([token]) for token in ids] == deltas
     assert detokenizer.flush() == end
-    assert detokenizer.pending_ids == 0
+    assert detokenizer.whole == (len(ids), len("".join(deltas) + end)) == (len(ids), detokenizer.characters)
 
 
 @pytest.mark.parametrize(
-    ("pushes", "pending"),
+    ("pushes", "ids", "characters"),
     [
-        ([b"Hi"], 0),
-        ([b"Hi\xf0"], 1),
-        ([b"Hi\xf0", b"\x9f", b"\x91"], 3),
-        ([b"Hi\xf0", b"\x9f\x91"], 3),
-        ([b"Hi\xf0", b"\x9f\x91\xa8"], 0),
-        ([b"Hi\xf0", b"\x9f", b"\xe4"], 1),
-        ([[0xF0], [CONTROL]], 1),
-        ([[0xF0, CONTROL]], 1),
-        ([[0xF0], [CONTROL, 0x9F]], 3),
-        ([[0xF0, CONTROL, 0x9F, CONTROL]], 3),
+        ([b"Hi"], 2, 2),
+        ([b"Hi", [CONTROL]], 3, 2),
+        ([b"Hi\xf0"], 2, 2),
+        ([b"Hi\xf0", b"\x9f", b"\x91"], 2, 2),
+        ([b"Hi\xf0", b"\x9f\x91"], 2, 2),
+        ([b"Hi\xf0", b"\x9f\x91\xa8"], 6, 3),
+        ([b"Hi\xf0", b"\x9f", b"\xe4"], 4, 3),
+        ([[0xF0], [CONTROL]], 0, 0),
+        ([[0xF0, CONTROL]], 0, 0),
+        ([[CONTROL, 0xF0, CONTROL]], 1, 0),
+        ([[0xF0], [CONTROL, 0x9F]], 0, 0),
+        ([[0xF0, CONTROL, 0x9F, CONTROL]], 0, 0),
+        ([[A], [MIXED]], 1, 1),
+        ([[A], [MIXED], [0xA9]], 3, 3),
+        ([[A], [MIXED], [A]], 3, 4),
+        ([[A], [MIXED], [CONTROL]], 1, 1),
+        ([[A], [0xC3], [MIXED]], 1, 1),
     ],
 )
-def test_ids_of_an_unfinished_character_are_counted(
-    vocabulary: Vocabulary, pushes: list[bytes | list[int]], pending: int
+def test_where_ids_and_text_end_together(
+    vocabulary: Vocabulary, pushes: list[bytes | list[int]], ids: int, characters: int
 ) -> None:
     detokenizer = Detokenizer(vocabulary)
-    for ids in pushes:
-        detokenizer.push(ids)
-    assert detokenizer.pending_ids == pending
+    for portion in pushes:
+        detokenizer.push(portion)
+    assert detokenizer.whole == (ids, characters)
 
 
-@given(st.lists(st.integers(0, REAL_FFFD)), st.lists(st.integers(0, 6), min_size=1))
+@given(st.lists(st.integers(0, MIXED)), st.lists(st.integers(0, 6), min_size=1))
 @settings(max_examples=300, deadline=None)
 def test_any_ids_in_any_portions(vocabulary: Vocabulary, ids: list[int], sizes: list[int]) -> None:
     whole = b"".join(map(vocabulary.bytes_of, ids))
@@ -113,6 +121,22 @@ def test_hard_text_of_the_default_model(default_codec: Codec, seed: int) -> None
     assert "".join(deltas) == HARD
     assert "\ufffd" not in "".join(deltas)
     assert detokenizer.flush() == ""
+
+
+def test_hard_text_in_every_split_and_cut_anywhere(default_codec: Codec) -> None:
+    ids = default_codec.encode(HARD).tolist()
+    for first in range(len(ids) + 1):
+        for second in range(first, len(ids) + 1):
+            detokenizer = default_codec.detokenizer()
+            portions = (ids[:first], ids[first:second], ids[second:])
+            assert "".join(map(detokenizer.push, portions)) == HARD
+            assert detokenizer.whole == (len(ids), len(HARD))
+        cut = default_codec.detokenizer()
+        text = cut.push(ids[:first])
+        assert HARD.startswith(text)
+        whole = cut.whole
+        assert default_codec.decode(ids[: whole.ids]) == text[: whole.characters]
+        assert cut.flush() in ("", "\ufffd")
 
 
 def test_every_id_of_the_default_model(default_codec: Codec, default_assets: ChatAssets) -> None:

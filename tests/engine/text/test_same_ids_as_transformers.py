@@ -56,15 +56,23 @@ CONVERSATIONS: dict[str, list[tuple[Role, str]]] = {
 
 
 def reference(assets: ChatAssets, messages: list[tuple[Role, str]], *, prompt: bool) -> list[int]:
+    return _apply_chat_template(assets, messages, add_generation_prompt=prompt)
+
+
+def continued_reference(assets: ChatAssets, messages: list[tuple[Role, str]]) -> list[int]:
+    return _apply_chat_template(assets, messages, continue_final_message=True)
+
+
+def _apply_chat_template(assets: ChatAssets, messages: list[tuple[Role, str]], **options: bool) -> list[int]:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(assets.tokenizer_json),
         chat_template=assets.chat_template,
         **assets.special_tokens,
     )
     rows = [{"role": role, "content": content} for role, content in messages]
-    ids: list[int] = tokenizer.apply_chat_template(
-        rows, add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=False
-    )["input_ids"]
+    ids: list[int] = tokenizer.apply_chat_template(rows, return_dict=True, sanitize_control_tokens=False, **options)[
+        "input_ids"
+    ]
     return ids
 
 
