@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.scheduler import StepPlan
+from engine.scheduling.shares import HALVED_EVERY, Shares
 from engine.scheduling.twins import Hold
 from engine.sequence import Sequence
 from tests.engine.scheduler_rig import Rig
@@ -212,6 +213,19 @@ def test_nobody_is_overtaken_by_more_than_64_later_ones() -> None:
     rig.run()
 
 
+def test_what_was_served_long_ago_counts_no_more() -> None:
+    shares = Shares(quantum=100)
+    shares.charge("a", "x", 800)
+    shares.charge("a", "y", 50)
+    levels = [shares.level("a", "x")]
+    for _ in range(4):
+        for _ in range(HALVED_EVERY):
+            shares.step()
+        levels.append(shares.level("a", "x"))
+    assert levels == [(8, 8), (4, 4), (2, 2), (1, 1), (0, 0)]
+    assert shares.level("a", "y") == shares.level("b", None) == (0, 0)
+
+
 # Room
 
 
@@ -399,6 +413,16 @@ def test_background_work_does_not_enter_beside_an_interactive_request_without_ro
     assert background.lease is None
     rig.run()
     assert rig.order[1] == interactive.number
+
+
+def test_the_pages_of_one_that_is_exhausted_go_to_the_next() -> None:
+    rig = Rig(pages=16, page_size=4, max_running=1)
+    rig.add(ids(40))
+    rig.run()
+    grows, waits = rig.add(8, None, priority=-1, use_cache=False), rig.add(8, 4, priority=-1)
+    rig.run()
+    assert (rig.ended[grows.number], grows.num_tokens) == ("length", 6 * 4 + 1)
+    assert (rig.ended[waits.number], waits.full) == ("length", True)
 
 
 # Twins
