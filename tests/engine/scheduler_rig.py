@@ -151,3 +151,19 @@ class Rig:
 
 def scheduler_is_idle(scheduler: Scheduler) -> bool:
     return scheduler.running == 0 and scheduler.waiting == 0
+
+
+def counts(plan: StepPlan) -> dict[int, int]:
+    return {row.sequence.number: row.count for row in plan.rows}
+
+
+def ids(length: int, start: int = 0) -> np.ndarray:
+    return np.arange(start, start + length, dtype=np.int32)
+
+
+def decoding(rig: Rig, length: int = 4, max_tokens: int | None = 200, **request: Any) -> Sequence:
+    """A request that has had its first token."""
+    sequence = rig.add(length, max_tokens, **request)
+    while sequence.generated == 0:
+        rig.step()
+    return sequence
