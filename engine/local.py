@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import torch
 
 from cache import PrefixCache
 from engine.api import (
@@ -25,6 +24,7 @@ from engine.api import (
     Finished,
     FinishReason,
     GenerateRequest,
+    Grammar,
     PoolPages,
     Progress,
     Queued,
@@ -33,7 +33,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, InvalidRequest, QueueFull, RequestTooLong
 from engine.runner import ModelRunner
-from engine.sampling import NoCandidate, Sampler
+from engine.sampling import GrammarCompiler, NoCandidate, Sampled, Sampler, SamplingState, TokenMatcher
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
 from engine.streams import EventStream, deliver
@@ -78,6 +78,8 @@ class LocalEngine:
         self._codec = codec
         self._runner = runner
         self._cache = cache
+        self._sampler = Sampler(codec.vocabulary.bytes_of)
+        self._grammars = GrammarCompiler(codec.vocabulary, codec.eos_ids, lambda text: codec.encode(text).tolist())
         self._clock = clock
         self._max_waiting = config.max_waiting
         self._scheduler = Scheduler(
@@ -116,12 +118,15 @@ class LocalEngine:
             raise RequestTooLong(prompt_tokens, params.max_tokens, pool, "KV pool")
         with self._lock:
             self._check_open()
+        self._matcher(params.grammar)
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """See `Engine.submit`. Raises InvalidRequest, RequestTooLong, QueueFull, EngineStopped."""
         tokens = np.ascontiguousarray(request.tokens, dtype=np.int32)
         self._check_ids(tokens, request.params)
         self.check(len(tokens), request.params)
+        matcher = self._matcher(request.params.grammar)
+        sampling = SamplingState(request.params, self._codec.eos_ids, tokens, matcher)
         stream = EventStream(asyncio.get_running_loop())
         with self._lock:
             self._check_open()
@@ -131,7 +136,7 @@ class LocalEngine:
             self._streams[request.id] = stream
             self._not_admitted.add(request.id)
             stream.put(Queued(request.id))
-            self._inbox.put(_Submit(self._sequence(self._numbers, request)))
+            self._inbox.put(_Submit(self._sequence(self._numbers, request, sampling)))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -220,14 +225,14 @@ class LocalEngine:
             return
         logits = self._runner.run(plan.rows)
         self._steps += 1
-        sampled = iter(logits)
+        sampling = [row.sequence for row in plan.rows if row.samples]
         for row in plan.rows:
-            samples = row.samples
-            self._scheduler.computed(row)
-            if samples:
-                self._sample(row.sequence, next(sampled))
-            elif row.sequence.generated == 0:
+            if not row.samples and row.sequence.generated == 0:
                 self._report_progress(row)
+            self._scheduler.computed(row)
+        outcomes = self._sampler.sample(logits, [sequence.sampling for sequence in sampling])
+        for sequence, outcome in zip(sampling, outcomes, strict=True):
+            self._take(sequence, outcome)
 
     def _announce(self, sequence: Sequence) -> None:
         with self._lock:
@@ -238,29 +243,35 @@ class LocalEngine:
 
     def _report_progress(self, row: StepRow) -> None:
         sequence = row.sequence
-        event = Progress(sequence.request.id, sequence.computed, sequence.prompt_tokens, sequence.cached_tokens)
+        computed = row.start + row.count
+        event = Progress(sequence.request.id, computed, sequence.prompt_tokens, sequence.cached_tokens)
         self._outbox.append(event)
 
-    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
+    def _take(self, sequence: Sequence, outcome: Sampled | NoCandidate) -> None:
         if sequence.full:  # max_tokens 0: the prompt was only to be prefilled
             self._finish(sequence, "length")
             return
-        try:
-            token = sequence.sampler.sample(logits, sequence.generated)
-        except NoCandidate as error:
-            self._fail(sequence, "no_candidate", str(error))
+        if isinstance(outcome, NoCandidate):
+            self._fail(sequence, "no_candidate", outcome.reason)
             return
+        token = outcome.token
         sequence.append(token, self._clock())
         text = sequence.detokenizer.push((token,))
         sequence.unsent.append(token)
+        if outcome.logprob is not None:
+            sequence.unsent_logprobs.append(outcome.logprob)
         reason = sequence.end_reason(token, self._codec.eos_ids)
         if reason == "stop":
             # The stop id has no text of its own; bytes of a character that will never be whole go, with their ids.
-            kept = sequence.unsent[: len(sequence.unsent) - 1 - sequence.detokenizer.pending_ids]
-            self._outbox.append(Delta(sequence.request.id, (*kept, token), text))
+            kept = len(sequence.unsent) - 1 - sequence.detokenizer.pending_ids
+            ids = (*sequence.unsent[:kept], token)
+            logprobs = (*sequence.unsent_logprobs[:kept], *sequence.unsent_logprobs[-1:])
+            self._outbox.append(Delta(sequence.request.id, ids, text, logprobs=logprobs))
         elif sequence.detokenizer.pending_ids == 0:
-            self._outbox.append(Delta(sequence.request.id, tuple(sequence.unsent), text))
+            ids, logprobs = tuple(sequence.unsent), tuple(sequence.unsent_logprobs)
+            self._outbox.append(Delta(sequence.request.id, ids, text, logprobs=logprobs))
             sequence.unsent.clear()
+            sequence.unsent_logprobs.clear()
         if reason is not None:
             self._finish(sequence, reason)
 
@@ -297,22 +308,28 @@ class LocalEngine:
         if len(self._not_admitted) >= self._max_waiting:
             raise QueueFull(len(self._not_admitted))
 
-    def _sequence(self, number: int, request: GenerateRequest) -> Sequence:
+    def _sequence(self, number: int, request: GenerateRequest, sampling: SamplingState) -> Sequence:
         limit = min(self._info.context_length, self._info.pool_tokens)
         asked = request.params.max_tokens
         return Sequence(
             number=number,
             request=request,
-            sampler=Sampler(request.params, self._codec.eos_ids),
+            sampling=sampling,
             detokenizer=self._codec.detokenizer(),
             capacity=limit if asked is None else min(limit, len(request.tokens) + asked),
             received=self._clock(),
         )
 
+    def _matcher(self, grammar: Grammar | None) -> TokenMatcher | None:
+        """Raises InvalidRequest."""
+        return None if grammar is None else self._grammars.matcher(grammar)
+
     def _check_ids(self, tokens: np.ndarray, params: SamplingParams) -> None:
         if tokens.ndim != 1 or len(tokens) == 0:
             raise InvalidRequest("a prompt is a one-dimensional array of at least one token id")
         size = self._codec.vocab_size
-        for name, ids in (("prompt", tokens), ("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))):
-            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+        named: dict[str, tuple[int, ...]] = {"prompt": (int(tokens.min()), int(tokens.max()))}
+        named |= {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(token for token, _ in params.logit_bias)}
+        for name, ids in named.items():
+            if not all(0 <= token < size for token in ids):
                 raise InvalidRequest(f"{name} has ids outside the vocabulary of {size}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cache import Lease
-from engine.api import FinishReason, GenerateRequest, Timings, TokenIds, Usage
-from engine.sampling import Sampler
+from engine.api import FinishReason, GenerateRequest, SampledLogprob, Timings, TokenIds, Usage
+from engine.sampling import SamplingState
 from engine.text import Detokenizer
 
 
@@ -26,7 +26,7 @@ class Sequence:
 
     number: int
     request: GenerateRequest
-    sampler: Sampler
+    sampling: SamplingState
     detokenizer: Detokenizer
     capacity: int
     received: float
@@ -40,6 +40,7 @@ class Sequence:
     last_token: float | None = None
     preemptions: int = 0
     unsent: list[int] = field(default_factory=list)
+    unsent_logprobs: list[SampledLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.request.tokens)
@@ -72,7 +73,7 @@ class Sequence:
     def end_reason(self, token: int, eos_ids: frozenset[int]) -> FinishReason | None:
         """Why the request ends with the token just appended, or None."""
         params = self.request.params
-        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
+        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos) or self.sampling.ended:
             return "stop"
         return "length" if self.full else None
 
