@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
@@ -110,6 +110,8 @@ class LocalEngine:
         return self._codec
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
         context, pool = self._info.context_length, self._info.pool_tokens
         asked = 1 if params.max_tokens is None else params.max_tokens
         if prompt_tokens + asked > context:
@@ -123,7 +125,9 @@ class LocalEngine:
     def submit(self, request: GenerateRequest) -> EventStream:
         """See `Engine.submit`. Raises InvalidRequest, RequestTooLong, QueueFull, EngineStopped."""
         tokens = np.ascontiguousarray(request.tokens, dtype=np.int32)
-        self._check_ids(tokens, request.params)
+        if tokens.ndim != 1 or len(tokens) == 0:
+            raise InvalidRequest("a prompt is a one-dimensional array of at least one token id")
+        self._check_ids("prompt", (int(tokens.min()), int(tokens.max())))
         self.check(len(tokens), request.params)
         matcher = self._matcher(request.params.grammar)
         sampling = SamplingState(request.params, self._codec.eos_ids, tokens, matcher)
@@ -324,12 +328,7 @@ class LocalEngine:
         """Raises InvalidRequest."""
         return None if grammar is None else self._grammars.matcher(grammar)
 
-    def _check_ids(self, tokens: np.ndarray, params: SamplingParams) -> None:
-        if tokens.ndim != 1 or len(tokens) == 0:
-            raise InvalidRequest("a prompt is a one-dimensional array of at least one token id")
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         size = self._codec.vocab_size
-        named: dict[str, tuple[int, ...]] = {"prompt": (int(tokens.min()), int(tokens.max()))}
-        named |= {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(token for token, _ in params.logit_bias)}
-        for name, ids in named.items():
-            if not all(0 <= token < size for token in ids):
-                raise InvalidRequest(f"{name} has ids outside the vocabulary of {size}")
+        if not all(0 <= token < size for token in ids):
+            raise InvalidRequest(f"{name} has ids outside the vocabulary of {size}")

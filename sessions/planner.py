@@ -53,6 +53,8 @@ class Planner:
             namespace="" if owner == LOCAL_OWNER else owner,
             owner=session_id,
         )
+        if params.grammar is not None:  # compiling it may take a moment; `check` and `submit` then find it
+            await asyncio.to_thread(self._engine.check, len(request.tokens), params)
         return TurnPlan(
             asked=asked,
             owner=owner,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from chatd.errors import GenerationFailed, problem_of
-from engine.api import Delta, Engine, Event, Failed, Finished, FinishReason, GenerateRequest
+from chatd.openai.logprobs import logprobs_json
+from engine.api import Delta, Engine, Event, Failed, Finished, FinishReason, GenerateRequest, SampledLogprob
 from sessions import usage_json
 
 DONE = b"data: [DONE]\n\n"
@@ -33,6 +34,7 @@ class Completion:
         self._events = events
         self._ids: list[int] = []
         self._text: list[str] = []
+        self._logprobs: list[SampledLogprob] = []
 
     def abort(self) -> None:
         """The client has gone: the engine stops within a step, and then the events end."""
@@ -54,13 +56,18 @@ class Completion:
         """Role chunk, deltas, a chunk with finish_reason, the usage if asked for, [DONE]; or an error, and the end."""
         before, after = self._frame("chat.completion.chunk", include_usage)
         head = f'data: {before}"choices":[{{"index":0,"delta":'
-        tail = f',"logprobs":null,"finish_reason":null}}]{after}}}\n\n'
+        rest = f',"finish_reason":null}}]{after}}}\n\n'
+        tail = f',"logprobs":null{rest}'
         yield f'{head}{{"role":"assistant","content":""}}{tail}'.encode()
         try:
             async for event in self._events:
                 if isinstance(event, Delta):
                     self._take(event)
-                    if event.text:
+                    if event.logprobs:
+                        told = json.dumps(logprobs_json(event.logprobs), ensure_ascii=False, separators=(",", ":"))
+                        text = json.dumps(event.text, ensure_ascii=False)
+                        yield f'{head}{{"content":{text}}},"logprobs":{told}{rest}'.encode()
+                    elif event.text:
                         yield f'{head}{{"content":{json.dumps(event.text, ensure_ascii=False)}}}{tail}'.encode()
                 elif isinstance(event, Finished):
                     self._remember(event.reason)
@@ -78,6 +85,7 @@ class Completion:
     def _take(self, delta: Delta) -> None:
         self._ids.extend(delta.ids)
         self._text.append(delta.text)
+        self._logprobs.extend(delta.logprobs)
 
     def _remember(self, reason: FinishReason) -> None:
         if reason != "cancelled" and self._ids:
@@ -92,7 +100,8 @@ class Completion:
 
     def _whole(self, end: Finished) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(self._text), "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(end.reason)}
+        told = None if self._request.params.logprobs is None else logprobs_json(self._logprobs)
+        choice = {"index": 0, "message": message, "logprobs": told, "finish_reason": _reason(end.reason)}
         return {
             "id": self._head.id,
             "object": "chat.completion",
