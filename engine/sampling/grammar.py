@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
@@ -127,27 +126,25 @@ def _tokenizer(vocabulary: Vocabulary, eos_ids: list[int], encode: Callable[[str
 
 
 def _limits() -> LLParserLimits:
-    """A tenth of the library's own, so that neither a request nor a step can take long."""
+    """A fraction of the library's own, so that no request takes long; a step has theirs, some 15 ms at the worst."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(
-        initial_lexer_fuel=200_000, step_lexer_fuel=50_000, max_lexer_states=50_000, max_grammar_size=100_000
-    )
+    return LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000)
 
 
 def _source(grammar: Grammar) -> str:
     """The library's own form. Raises InvalidRequest."""
     from llguidance import LLMatcher
 
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.source)
-    schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.source
+    if grammar.kind == "json_schema" and not grammar.source.lstrip().startswith(("{", "true", "false")):
+        raise InvalidRequest("a JSON schema is an object or a boolean")
     try:
-        if not isinstance(json.loads(schema), dict | bool):
-            raise InvalidRequest("a JSON schema is an object or a boolean")
-    except (ValueError, RecursionError):
-        raise InvalidRequest("the JSON schema is not JSON, or nested too deeply") from None
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+        if grammar.kind == "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.source
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+    except ValueError:  # also for text that is no Unicode
+        raise InvalidRequest(f"the grammar of kind {grammar.kind} is not well formed, or nested too deeply") from None
 
 
 def _refusal(grammar: Grammar, message: str) -> str:
