@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from engine.api import Grammar
 from engine.errors import InvalidRequest
+from engine.text.lru import LruCache
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -52,30 +52,24 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._eos_ids = sorted(eos_ids)
         self._encode = encode
-        self._lock = threading.Lock()
+        self._making_tokenizer = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: LruCache[Grammar, LLMatcher] = LruCache(KEPT)
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
         """A new matcher, at the beginning of its text. Raises InvalidRequest where the grammar cannot be used."""
-        with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-            if compiled is None:
-                compiled = self._compile(grammar)
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-            return TokenMatcher(compiled.deep_copy())
+        if len(grammar.source) > MAX_SOURCE:
+            raise InvalidRequest(f"a grammar has at most {MAX_SOURCE} characters")
+        return TokenMatcher(self._compiled.get(grammar, lambda: self._compile(grammar)).deep_copy())
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
-        if len(grammar.source) > MAX_SOURCE:
-            raise InvalidRequest(f"a grammar has at most {MAX_SOURCE} characters")
         if not self._eos_ids:
             raise InvalidRequest("this model names no token that ends a text, which a grammar needs")
-        if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._vocabulary, self._eos_ids, self._encode)
+        with self._making_tokenizer:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._vocabulary, self._eos_ids, self._encode)
         matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_limits())
         if matcher.is_error():
             raise InvalidRequest(_refusal(grammar, matcher.get_error()))
