@@ -229,11 +229,11 @@ class LocalEngine:
             return
         logits = self._runner.run(plan.rows)
         self._steps += 1
-        sampling = [row.sequence for row in plan.rows if row.samples]
         for row in plan.rows:
+            self._scheduler.computed(row)
             if not row.samples and row.sequence.generated == 0:
                 self._report_progress(row)
-            self._scheduler.computed(row)
+        sampling = [row.sequence for row in plan.rows if row.samples]
         outcomes = self._sampler.sample(logits, [sequence.sampling for sequence in sampling])
         for sequence, outcome in zip(sampling, outcomes, strict=True):
             self._take(sequence, outcome)
@@ -247,8 +247,7 @@ class LocalEngine:
 
     def _report_progress(self, row: StepRow) -> None:
         sequence = row.sequence
-        computed = row.start + row.count
-        event = Progress(sequence.request.id, computed, sequence.prompt_tokens, sequence.cached_tokens)
+        event = Progress(sequence.request.id, sequence.computed, sequence.prompt_tokens, sequence.cached_tokens)
         self._outbox.append(event)
 
     def _take(self, sequence: Sequence, outcome: Sampled | NoCandidate) -> None:
