@@ -130,8 +130,8 @@ def _source(grammar: Grammar) -> str:
     """The library's own form. Raises InvalidRequest."""
     from llguidance import LLMatcher
 
-    if grammar.kind == "json_schema" and not grammar.source.lstrip().startswith(("{", "true", "false")):
-        raise InvalidRequest("a JSON schema is an object or a boolean")
+    if grammar.kind == "json_schema" and not grammar.source.lstrip().startswith("{"):
+        raise InvalidRequest("a JSON schema is an object")
     try:
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
@@ -144,11 +144,11 @@ def _source(grammar: Grammar) -> str:
 def _refusal(grammar: Grammar, message: str) -> str:
     """The library's message without what it quotes of the request."""
     if grammar.kind == "regex":
-        found = re.search(r"^error: ([a-z ,-]+)", message, re.MULTILINE)
+        found = re.search(r"^error: ([A-Za-z ,<=-]+)", message, re.MULTILINE)
         return f"the regular expression cannot be used: {found[1] if found else 'it is too large, or not valid'}"
     first = message.partition("\n")[0]
     if first.startswith("Unimplemented keys"):
         named = [word for word in re.findall(r'"([^"]*)"', first) if word in _KEYWORDS]
         return f"the JSON schema uses keywords that are not supported{': ' if named else ''}{', '.join(named)}"
-    reason = re.sub(r"'[^']*'|\"[^\"]*\"", "...", first.partition(":")[0])
+    reason = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "...", first).partition(":")[0]
     return f"the JSON schema cannot be used: {reason}"
