@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -19,7 +21,7 @@ from transformers import (
 
 from engine.api import SamplingParams
 from engine.sampling import NoCandidate, Sampled, Sampler, SamplingState
-from engine.sampling.draw import SHORTLIST, candidates
+from engine.sampling.draw import SHORTLIST, candidates, draw
 
 NO_EOS: frozenset[int] = frozenset()
 PROMPT = np.array([1], dtype=np.int32)
@@ -178,6 +180,29 @@ def test_among_equals_the_lower_ids_are_kept(params: dict[str, float]) -> None:
     row = np.array([0.0, 1.0, 1.0, -INF, 1.0, 1.0], dtype=np.float32)
     ids, _ = candidates(row, 1, SamplingParams(temperature=0.05, **params))  # type: ignore[arg-type]
     assert ids.tolist() == [1, 2]
+
+
+@given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32) | st.just(-INF), min_size=1, max_size=40),
+    temperature=st.floats(1e-300, 2.0),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(1e-300, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    uniform=st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_there_is_always_a_candidate(
+    values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> None:
+    row = np.array(values, dtype=np.float32)
+    best = int(row.argmax())
+    assume(np.isfinite(row[best]))
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids, weights = candidates(row, best, params)
+    assert best in ids
+    assert weights.max() == 1.0
+    token = draw(row, best, params, uniform)
+    assert token in ids
+    assert np.isfinite(row[token])
 
 
 def test_tokens_of_no_probability_are_never_drawn() -> None:
