@@ -12,7 +12,7 @@ import torch
 from engine.api import SampledLogprob, SamplingParams, TokenLogprob
 from engine.sampling import Sampled, Sampler, SamplingState
 
-STEPS = 6
+STEPS = 4
 
 KINDS = [
     SamplingParams(temperature=0.0),
