@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from engine.api import MAX_ENTRIES
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -25,25 +27,82 @@ Text = Annotated[str, AfterValidator(storable)]
 Id = Annotated[str, Field(max_length=100), AfterValidator(storable)]
 
 
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+"""A token id as JSON writes it for a key."""
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Params(Strict):
-    """Sampling parameters under their OpenAI names, and the adapter; what is absent falls back to the session, then to
-    the model."""
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A schema is always followed strictly; the name is for the client."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+    name: Text | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class RegexFormat(Strict):
+    """The whole reply matches the pattern (the syntax of Rust's regex crate, no look-around)."""
+
+    type: Literal["regex"]
+    pattern: Text
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat, Field(discriminator="type")]
+
+
+class Sampling(BaseModel):
+    """What both interfaces take under the same names. Which ids there are, the engine knows."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="only the k most likely tokens; 0 and -1: all")
+    min_p: float | None = Field(None, ge=0, le=1, description="least share of the most likely token's probability")
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_ENTRIES)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_ENTRIES)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
+    response_format: ResponseFormat | None = None
+
+    def sampling_json(self) -> dict[str, Any]:
+        """What was given, as sessions/params.py takes it."""
+        given = self.model_dump(exclude_unset=True, include=set(Sampling.model_fields))
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Params(Strict, Sampling):
+    """Sampling parameters under their OpenAI names, and the adapter; what is absent falls back to the session, then to
+    the model."""
+
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     adapter: Text | None = Field(None, max_length=100, description='name of a loaded LoRA adapter; "": none')
 
     def given(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        own = {"max_tokens": self.max_tokens, "adapter": self.adapter}
+        return {**self.sampling_json(), **{name: value for name, value in own.items() if value is not None}}
 
 
 class CreateSession(Strict):

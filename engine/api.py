@@ -307,7 +307,10 @@ class Engine(Protocol):
     def codec(self) -> ChatCodec: ...
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> None:
-        """Raises what `submit` would raise now for this length: RequestTooLong, QueueFull, EngineStopped."""
+        """Raises what `submit` would raise now: InvalidRequest (params), RequestTooLong, QueueFull, EngineStopped.
+
+        May be called from any thread; the first time for a grammar it takes as long as compiling that.
+        """
         ...
 
     def submit(self, request: GenerateRequest) -> AsyncIterator[Event]:

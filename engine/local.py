@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
@@ -24,6 +25,7 @@ from engine.api import (
     Finished,
     FinishReason,
     GenerateRequest,
+    Grammar,
     PoolPages,
     Progress,
     Queued,
@@ -34,7 +36,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineStopped, InvalidRequest, QueueFull, RequestTooLong
 from engine.output import ChoiceOutput
 from engine.runner import ModelRunner
-from engine.sampling import NoCandidate, Sampler
+from engine.sampling import GrammarCompiler, NoCandidate, Sampled, Sampler, SamplingState, TokenMatcher
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
 from engine.streams import EventStream, deliver
@@ -79,6 +81,8 @@ class LocalEngine:
         self._codec = codec
         self._runner = runner
         self._cache = cache
+        self._sampler = Sampler(codec.vocabulary.bytes_of)
+        self._grammars = GrammarCompiler(codec.vocabulary, codec.eos_ids, lambda text: codec.encode(text).tolist())
         self._clock = clock
         self._max_waiting = config.max_waiting
         self._max_choices = config.max_running
@@ -112,6 +116,8 @@ class LocalEngine:
         return self._codec
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
         context, pool = self._info.context_length, self._info.pool_tokens
         asked = 1 if params.max_tokens is None else params.max_tokens
         if prompt_tokens + asked > context:
@@ -120,11 +126,14 @@ class LocalEngine:
             raise RequestTooLong(prompt_tokens, params.max_tokens, pool, "KV pool")
         with self._lock:
             self._check_open()
+        self._matcher(params.grammar)
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """See `Engine.submit`. Raises InvalidRequest, RequestTooLong, QueueFull, EngineStopped."""
         tokens = np.ascontiguousarray(request.tokens, dtype=np.int32)
-        self._check_ids(tokens, request.params)
+        if tokens.ndim != 1 or len(tokens) == 0:
+            raise InvalidRequest("a prompt is a one-dimensional array of at least one token id")
+        self._check_ids("prompt", (int(tokens.min()), int(tokens.max())))
         if request.adapter is not None and request.adapter not in self._info.adapters:
             raise InvalidRequest("the request names an adapter that is not loaded")
         if "\0" in request.namespace:
@@ -238,16 +247,29 @@ class LocalEngine:
             return
         logits = self._runner.run(plan.rows)
         self._steps += 1
-        sampled = iter(logits)
+        places = itertools.count()
+        sampling: list[tuple[Sequence, int]] = []
         for row in plan.rows:
-            row_logits = next(sampled) if row.samples else None
-            if row.sequence.request.id not in self._requests:
-                continue  # another of its choices has just failed
             self._scheduler.computed(row)
-            if row_logits is not None:
-                self._sample(row.sequence, row_logits)
+            if row.samples:
+                place = next(places)
+                sampling += [(sequence, place) for sequence in (row.sequence, *self._fork(row.sequence))]
             elif row.sequence.generated == 0 and row.sequence.index == 0:
                 self._report_progress(row)
+        self._sample(sampling, logits)
+
+    def _sample(self, sampling: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
+        """A token for each sequence, from the row of logits [S, vocab] beside it."""
+        for sequence, _ in sampling:
+            if sequence.full:  # max_tokens 0: the prompt was only to be prefilled
+                self._finish(sequence, "length")
+        going_on = [(sequence, place) for sequence, place in sampling if not sequence.full]
+        if len(going_on) != len(logits):
+            logits = logits[[place for _, place in going_on]]
+        outcomes = self._sampler.sample(logits, [sequence.sampling for sequence, _ in going_on])
+        for (sequence, _), outcome in zip(going_on, outcomes, strict=True):
+            if sequence.request.id in self._requests:  # a choice that fails ends the others
+                self._take(sequence, outcome)
 
     def _announce(self, sequence: Sequence) -> None:
         with self._lock:
@@ -261,17 +283,9 @@ class LocalEngine:
         event = Progress(sequence.request.id, sequence.computed, sequence.prompt_tokens, sequence.cached_tokens)
         self._outbox.append(event)
 
-    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Samples for a sequence, and at the end of a prompt for all choices that go on from it."""
-        choices = self._requests[sequence.request.id]
-        forked = self._fork(choices) if choices.missing else []
-        for each in (sequence, *forked):
-            if sequence.request.id in self._requests:  # a choice that fails ends the others
-                self._sample_one(each, logits.clone() if forked else logits)
-
-    def _fork(self, choices: Choices) -> list[Sequence]:
-        """Makes the other choices; gives those that have pages, the rest wait."""
-        first, forked = choices.first, []
+    def _fork(self, first: Sequence) -> list[Sequence]:
+        """Makes the other choices at the end of a prompt; gives those that have pages, the rest wait."""
+        choices, forked = self._requests[first.request.id], []
         for index in choices.missing:
             sequence = self._sequence(first.number, choices.request, index, choices.stops)
             choices.sequences.append(sequence)
@@ -280,21 +294,19 @@ class LocalEngine:
                 forked.append(sequence)
         return forked
 
-    def _sample_one(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        if sequence.full:  # max_tokens 0: the prompt was only to be prefilled
-            self._finish(sequence, "length")
+    def _take(self, sequence: Sequence, outcome: Sampled | NoCandidate) -> None:
+        if isinstance(outcome, NoCandidate):
+            self._fail(self._requests[sequence.request.id], "no_candidate", outcome.reason)
             return
-        try:
-            token = sequence.sampler.sample(logits, sequence.generated)
-        except NoCandidate as error:
-            self._fail(self._requests[sequence.request.id], "no_candidate", str(error))
-            return
+        token = outcome.token
         sequence.append(token, self._clock())
-        delta = sequence.output.push(token, last=sequence.full)
+        delta = sequence.output.push(token, outcome.logprob, last=sequence.full)
         if delta is not None:
             self._outbox.append(delta)
         if sequence.output.reason is not None:
             self._ended(sequence)
+        elif sequence.sampling.ended:
+            self._finish(sequence, "stop")
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._outbox.append(sequence.output.end(reason))
@@ -354,21 +366,24 @@ class LocalEngine:
     def _sequence(self, first: int, request: GenerateRequest, index: int, stops: StopStrings) -> Sequence:
         """Choice `index` of a request whose first sequence has the number `first`."""
         limit = min(self._info.context_length, self._info.pool_tokens)
-        asked = request.params.max_tokens
+        params, asked = request.params, request.params.max_tokens
         return Sequence(
             number=first + index,
             index=index,
             request=request,
-            sampler=Sampler(choice_params(request.params, index), self._codec.eos_ids),
+            sampling=SamplingState(
+                choice_params(params, index), self._codec.eos_ids, request.tokens, self._matcher(params.grammar)
+            ),
             output=ChoiceOutput(request, index, self._codec.detokenizer(), self._codec.eos_ids, stops),
             capacity=limit if asked is None else min(limit, len(request.tokens) + asked),
             received=self._clock(),
         )
 
-    def _check_ids(self, tokens: np.ndarray, params: SamplingParams) -> None:
-        if tokens.ndim != 1 or len(tokens) == 0:
-            raise InvalidRequest("a prompt is a one-dimensional array of at least one token id")
+    def _matcher(self, grammar: Grammar | None) -> TokenMatcher | None:
+        """Raises InvalidRequest."""
+        return None if grammar is None else self._grammars.matcher(grammar)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         size = self._codec.vocab_size
-        for name, ids in (("prompt", tokens), ("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))):
-            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < size):
-                raise InvalidRequest(f"{name} has ids outside the vocabulary of {size}")
+        if not all(0 <= token < size for token in ids):
+            raise InvalidRequest(f"{name} has ids outside the vocabulary of {size}")

@@ -9,7 +9,7 @@ import numpy as np
 from cache import Lease
 from engine.api import GenerateRequest, Timings, TokenIds
 from engine.output import ChoiceOutput
-from engine.sampling import Sampler
+from engine.sampling import SamplingState
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Sequence:
     number: int
     index: int
     request: GenerateRequest
-    sampler: Sampler
+    sampling: SamplingState
     output: ChoiceOutput
     capacity: int
     received: float

@@ -55,6 +55,8 @@ class Planner:
             owner=session_id,
             adapter=adapter,
         )
+        if params.grammar is not None:  # compiling it may take a moment; `check` and `submit` then find it
+            await asyncio.to_thread(self._engine.check, len(request.tokens), params)
         return TurnPlan(
             asked=asked,
             owner=owner,

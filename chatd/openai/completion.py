@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chatd.errors import GenerationFailed, problem_of
-from engine.api import Delta, Engine, Event, Failed, Finished, FinishReason, GenerateRequest
+from chatd.openai.logprobs import logprobs_json
+from engine.api import Delta, Engine, Event, Failed, Finished, FinishReason, GenerateRequest, SampledLogprob
 from sessions import usage_json
 
 DONE = b"data: [DONE]\n\n"
@@ -38,12 +39,14 @@ class Choice:
     index: int
     ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    logprobs: list[SampledLogprob] = field(default_factory=list)
     unspelled: int = 0
     reason: FinishReason | None = None
 
     def take(self, delta: Delta) -> None:
         self.ids.extend(delta.ids)
         self.text.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
         self.unspelled = delta.unspelled
         self.reason = delta.reason
 
@@ -88,9 +91,15 @@ class Completion:
         asked for, [DONE]; or an error, and the end."""
         before, after = self._frame("chat.completion.chunk", include_usage)
 
-        def chunk(index: int, delta: str, reason: FinishReason | None = None) -> bytes:
+        def chunk(
+            index: int,
+            delta: str,
+            reason: FinishReason | None = None,
+            logprobs: tuple[SampledLogprob, ...] = (),
+        ) -> bytes:
             ended = "null" if reason is None else json.dumps(_reason(reason))
-            choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":{ended}}}'
+            told = _compact(logprobs_json(logprobs)) if logprobs else "null"
+            choice = f'{{"index":{index},"delta":{delta},"logprobs":{told},"finish_reason":{ended}}}'
             return f'data: {before}"choices":[{choice}]{after}}}\n\n'.encode()
 
         for choice in self._choices:
@@ -100,8 +109,8 @@ class Completion:
                 if isinstance(event, Delta):
                     choice = self._choices[event.index]
                     choice.take(event)
-                    if event.text:
-                        yield chunk(event.index, f'{{"content":{json.dumps(event.text, ensure_ascii=False)}}}')
+                    if event.text or event.logprobs:
+                        yield chunk(event.index, _compact({"content": event.text}), logprobs=event.logprobs)
                     if event.reason is not None:
                         yield chunk(event.index, "{}", event.reason)
                 elif isinstance(event, Finished):
@@ -142,11 +151,12 @@ class Completion:
         return opened, ',"usage":null' if include_usage else ""
 
     def _whole(self, end: Finished) -> dict[str, Any]:
+        told = self._request.params.logprobs
         choices = [
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                "logprobs": None,
+                "logprobs": None if told is None else logprobs_json(choice.logprobs),
                 "finish_reason": _reason(choice.reason or end.reason),
             }
             for choice in self._choices
@@ -164,3 +174,7 @@ class Completion:
 def _reason(reason: FinishReason) -> str:
     """Nobody but the client cancels a completion, and it does not see the result."""
     return "length" if reason == "length" else "stop"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

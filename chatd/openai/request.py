@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from chatd.errors import InvalidParameter, UnsupportedParameter
-from chatd.schemas import Strict, Text
-from engine.api import SamplingParams
+from chatd.schemas import Sampling, Strict, Text
+from engine.api import MAX_TOP_LOGPROBS, SamplingParams
 from engine.text.api import ChatMessage, Role
+from sessions.errors import InvalidInput
+from sessions.params import resolve_params
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "store": (False,),
@@ -20,16 +22,6 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "stop": ([],),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }
@@ -71,19 +63,13 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ChatCompletionRequest(BaseModel):
+class ChatCompletionRequest(Sampling):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     model: Text
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
     n: int | None = Field(None, ge=1, le=128, description="how many choices; at most what the engine runs at once")
     add_generation_prompt: bool | None = Field(
         None, description="whether the prompt ends with the header of an answer; true unless a message is continued"
@@ -91,6 +77,8 @@ class ChatCompletionRequest(BaseModel):
     continue_final_message: bool | None = Field(
         None, description="the last message is an answer without its end, which the choices go on with"
     )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Text | None = Field(
@@ -132,16 +120,18 @@ class ChatCompletionRequest(BaseModel):
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.max_tokens is not None and self.max_tokens != limit:
             raise InvalidParameter("max_tokens", "differs from max_completion_tokens")
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "max_tokens": limit,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-        }
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidParameter("top_logprobs", "needs logprobs to be true")
         try:
-            return dataclasses.replace(defaults, **{name: value for name, value in given.items() if value is not None})
-        except ValueError as error:
-            raise InvalidParameter("min_tokens", str(error)) from None
+            params = resolve_params(defaults, {**self.sampling_json(), "max_tokens": limit})
+        except InvalidInput as error:
+            raise _invalid(error) from None
+        return dataclasses.replace(params, logprobs=self.top_logprobs or 0) if self.logprobs else params
+
+
+def _invalid(error: InvalidInput) -> InvalidParameter:
+    """The same under the parameter's own name, with which SamplingParams begins its messages."""
+    if error.field != "params":
+        return InvalidParameter(error.field.removeprefix("params."), error.reason)
+    name, _, reason = error.reason.partition(" ")
+    return InvalidParameter(name, reason)

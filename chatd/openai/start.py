@@ -31,6 +31,8 @@ async def start_completion(asked: ChatCompletionRequest, engine: Engine, models:
         # The default length is no wish of the client's: it gives way to a prompt that leaves less.
         left = engine.info.context_length - len(prompt.tokens)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, left)))
+    if params.grammar is not None:  # compiling it may take a moment; `submit` then finds it
+        await asyncio.to_thread(engine.check, len(prompt.tokens), params)
     number = secrets.token_hex(12)
     request = GenerateRequest(
         f"chatcmpl-{number}", prompt.tokens, params, asked.namespace, n=asked.n or 1, adapter=adapter

@@ -24,7 +24,7 @@ class ChatAssets:
 
     special_tokens: the names a template may use (bos_token, eos_token, ...) and their text. eos_ids: every id that the
     model's files name as an end. add_bos: plain text, outside a chat, begins with the bos token. sampling: the model's
-    own defaults among temperature, top_p and max_tokens.
+    own defaults among temperature, top_p, top_k, min_p, repetition_penalty and max_tokens.
     """
 
     tokenizer_json: str = field(repr=False)
@@ -124,11 +124,12 @@ def _eos_ids(folder: Path, tokenizer_json: str, eos_token: str | None) -> tuple[
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, float]:
-    """The defaults of generation_config.json; `do_sample: false` there means greedy."""
+    """The defaults of generation_config.json; `do_sample: false` there means greedy, with the penalty as it is."""
+    named = {name: generation.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    given = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
     if generation.get("do_sample") is False:
-        return {"temperature": 0.0}
-    named = {name: generation.get(name) for name in ("temperature", "top_p")}
-    return {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
+        return {"temperature": 0.0} | {name: value for name, value in given.items() if name == "repetition_penalty"}
+    return given
 
 
 def _as_ids(value: int | Iterable[int] | None) -> list[int]:

@@ -108,16 +108,22 @@ class Codec:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The model's own sampling defaults, else OpenAI's."""
+        """The model's own sampling defaults, else OpenAI's. Raises ModelError where they are out of range."""
         from engine.api import SamplingParams  # engine.api imports this package
 
         named = self._assets.sampling
         limit = named.get("max_tokens")
-        return SamplingParams(
-            temperature=named.get("temperature", 1.0),
-            top_p=named.get("top_p", 1.0),
-            max_tokens=None if limit is None else int(limit),
-        )
+        try:
+            return SamplingParams(
+                temperature=named.get("temperature", 1.0),
+                top_p=named.get("top_p", 1.0),
+                top_k=max(int(named.get("top_k", 0)), 0),  # some files say -1 for all
+                min_p=named.get("min_p", 0.0),
+                repetition_penalty=named.get("repetition_penalty", 1.0),
+                max_tokens=None if limit is None else int(limit),
+            )
+        except (ValueError, OverflowError) as error:
+            raise ModelError(f"the sampling defaults of the model's files cannot be used: {error}") from error
 
     def detokenizer(self) -> Detokenizer:
         """A new one, for one stream of ids."""

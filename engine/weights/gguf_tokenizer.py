@@ -159,12 +159,19 @@ def _facts(reader: GGUFReader, tokens: list[str], types: list[int]) -> dict[str,
         "add_bos": bool(_read(reader, "add_bos_token")),
         "sampling": {
             name: float(field.contents())
-            for name, key in (("temperature", "temp"), ("top_p", "top_p"))
+            for name, key in _SAMPLING.items()
             if (field := reader.fields.get(f"general.sampling.{key}")) is not None
         },
     }
 
 
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.api import Delta, SamplingParams
+from engine.api import Delta, Grammar, SampledLogprob, SamplingParams, TokenLogprob
 from tests.chatd.harness import JSON, Engines, Server, serving, sse
 from tests.sessions.letters_codec import token
 from tests.sessions.scripted_engine import Live
@@ -110,6 +111,84 @@ async def test_what_reaches_the_engine(live: Server) -> None:
     await answered(live, HELLO)
     request = live.engine.latest.request
     assert (request.params, request.namespace) == (live.engine.info.default_params, "")
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"const": None}, "a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        ({"top_k": 5, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
+        ({"top_k": -1}, {}),
+        (
+            {"repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.5},
+            {"repetition_penalty": 1.1, "presence_penalty": -1.0, "frequency_penalty": 0.5},
+        ),
+        ({"logit_bias": {"1": 5, "22": -0.5}}, {"logit_bias": ((1, 5.0), (22, -0.5))}),
+        ({"logit_bias": {}, "stop": [], "response_format": {"type": "text"}}, {}),
+        ({"stop": "x"}, {"stop": ("x",)}),
+        ({"stop": ["x", "yz"]}, {"stop": ("x", "yz")}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
+        ({"response_format": {"type": "json_object"}}, {"grammar": Grammar("json_object")}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA},
+                }
+            },
+            {"grammar": Grammar("json_schema", json.dumps(SCHEMA))},
+        ),
+        ({"response_format": {"type": "regex", "pattern": "a+"}}, {"grammar": Grammar("regex", "a+")}),
+    ],
+)
+async def test_sampling_parameters_reach_the_engine(live: Server, given: Any, params: dict[str, Any]) -> None:
+    await answered(live, {**HELLO, **given})
+    assert live.engine.latest.request.params == replace(live.engine.info.default_params, **params)
+
+
+def entry(token: str, spelt: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(spelt) or None}
+
+
+SAID = [(b"h", "h"), (b"\xc3", "\ufffd"), (b"\xa9", "\ufffd"), (b"", "")]
+TOLD = [
+    {**entry(token, spelt, -0.5), "top_logprobs": [entry("h", b"h", -0.25), entry(token, spelt, -0.5)]}
+    for spelt, token in SAID
+]
+
+
+def say_with_logprobs(engine: Any) -> None:
+    """'hé' and the end token, the two parts of the second character in one delta."""
+    first = TokenLogprob(0, b"h", -0.25)
+    told = [SampledLogprob(TokenLogprob(1, spelt, -0.5), (first, TokenLogprob(1, spelt, -0.5))) for spelt, _ in SAID]
+    for text, places in (("h", (0, 1)), ("é", (1, 3)), ("", (3, 4))):
+        part = slice(*places)
+        engine._put(Delta(engine.request.id, (1,) * (part.stop - part.start), text, logprobs=tuple(told[part])))
+    engine.finish("length")
+
+
+async def test_logprobs_of_a_whole_answer(live: Server) -> None:
+    number = len(live.engine.all) + 1
+    asking = asyncio.create_task(live.http.post(URL, json={**HELLO, "logprobs": True, "top_logprobs": 2}))
+    say_with_logprobs(await live.engine.next_request(number))
+    choice = (await asking).json()["choices"][0]
+    assert (choice["message"]["content"], choice["logprobs"]) == ("hé", {"content": TOLD, "refusal": None})
+
+
+async def test_logprobs_in_chunks(live: Server) -> None:
+    number = len(live.engine.all) + 1
+    body = {**HELLO, "stream": True, "logprobs": True, "top_logprobs": 2}
+    async with live.http.stream("POST", URL, json=body) as response:
+        say_with_logprobs(await live.engine.next_request(number))
+        data = [event["data"] async for event in sse(response)]
+    choices = [json.loads(text)["choices"][0] for text in data[:-1]]
+    assert [choice["delta"].get("content") for choice in choices] == ["", "h", "é", "", None]
+    assert [choice["logprobs"] and len(choice["logprobs"]["content"]) for choice in choices] == [None, 1, 2, 1, None]
+    assert [told for choice in choices[1:4] for told in choice["logprobs"]["content"]] == TOLD
 
 
 async def test_roles_and_parts_become_the_same_prompt(live: Server) -> None:
@@ -242,16 +321,6 @@ async def test_parameters_that_mean_nothing_are_accepted(live: Server, extra: di
     [
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("stop", "x"),
-        ("logprobs", True),
-        ("top_logprobs", 3),
-        ("logit_bias", {"1": 5}),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("top_k", 5),
-        ("min_p", 0.1),
-        ("response_format", {"type": "json_object"}),
         ("store", True),
         ("reasoning_effort", "low"),
     ],
@@ -301,6 +370,24 @@ PROMPTED = "add_generation_prompt"
         ({**HELLO, "max_tokens": 1, "max_completion_tokens": 2}, 400, "invalid_value", "max_tokens"),
         ({**HELLO, "max_tokens": 1, "min_tokens": 2}, 400, "invalid_value", "min_tokens"),
         ({**HELLO, "stop_token_ids": [-1]}, 400, "invalid_value", "stop_token_ids.0"),
+        ({**HELLO, "top_k": -2}, 400, "invalid_value", "top_k"),
+        ({**HELLO, "min_p": 1.5}, 400, "invalid_value", "min_p"),
+        ({**HELLO, "repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty"),
+        ({**HELLO, "presence_penalty": 3}, 400, "invalid_value", "presence_penalty"),
+        ({**HELLO, "frequency_penalty": "1"}, 400, "invalid_value", "frequency_penalty"),
+        ({**HELLO, "logit_bias": {"SECRET!": 1}}, 400, "invalid_value", "logit_bias"),
+        ({**HELLO, "logit_bias": {"5": 101}}, 400, "invalid_value", "logit_bias"),
+        ({**HELLO, "logit_bias": {str(id): 1 for id in range(1025)}}, 400, "invalid_value", "logit_bias"),
+        ({**HELLO, "logprobs": 1}, 400, "invalid_value", "logprobs"),
+        ({**HELLO, "logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),
+        ({**HELLO, "top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
+        ({**HELLO, "stop": ["a", ""]}, 400, "invalid_value", "stop"),
+        ({**HELLO, "stop": ["a", 1]}, 400, "invalid_value", None),
+        ({**HELLO, "stop": ["a"] * 1025}, 400, "invalid_value", None),
+        ({**HELLO, "response_format": "json"}, 400, "invalid_value", "response_format"),
+        ({**HELLO, "response_format": {"type": "SECRET"}}, 400, "invalid_value", "response_format"),
+        ({**HELLO, "response_format": {"type": "json_schema"}}, 400, "invalid_value", None),
+        ({**HELLO, "response_format": {"type": "regex", "pattern": "a\0"}}, 400, "invalid_value", None),
         ({**HELLO, "stream": "yes"}, 400, "invalid_value", "stream"),
         ({**HELLO, "stream_options": {"x": 1}}, 400, "invalid_value", "stream_options.x"),
         ({**HELLO, "SECRET!": 1}, 400, "unsupported_parameter", "an unknown name"),

@@ -236,14 +236,58 @@ def test_openai_stream_counts_cached_tokens(client: RestClient) -> None:
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Are you sure?"}]
 
 
-def test_transformers_is_not_loaded_by_the_default_engine(models_dir: Path) -> None:
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 30}, "large": {"type": "boolean"}},
+    "required": ["city", "large"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_output_and_logprobs_on_both_interfaces(client: RestClient) -> None:
+    as_city = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    asked: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "temperature": 0,
+        "max_tokens": 200,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": as_city,
+    }
+    answer = client.request("POST", "/v1/chat/completions", json=asked).raise_for_status().json()
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"city", "large"}
+    told = choice["logprobs"]["content"]
+    assert len(told) == answer["usage"]["completion_tokens"]
+    assert b"".join(bytes(entry["bytes"] or ()) for entry in told).decode() == choice["message"]["content"]
+    session = client.create_session(params={"response_format": as_city, "max_tokens": 200})
+    assert set(json.loads(client.say(session, QUESTIONS[0]).text)) == {"city", "large"}
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_and_leaves_no_trace(client: RestClient) -> None:
+    broken = {"type": "regex", "pattern": "(SECRET"}
+    session = client.create_session()
+    body = {"content": "x", "params": {"response_format": broken}}
+    asked = {"model": "default", "messages": [{"role": "user", "content": "x"}], "response_format": broken}
+    for path, refused in ((f"/api/v1/sessions/{session}/messages", body), ("/v1/chat/completions", asked)):
+        answer = client.request("POST", path, json=refused)
+        assert answer.status_code == 400
+        assert "unclosed group" in answer.text
+        assert "SECRET" not in answer.text
+    assert client.messages(session) == []
+
+
+def test_what_not_every_request_needs_is_not_loaded_by_the_default_engine(models_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path;"
         "from engine.config import EngineConfig; from engine.loading import load_engine;"
-        f"load_engine(EngineConfig(Path({str(models_dir)!r}), pool_tokens=64)); print('transformers' in sys.modules)"
+        f"load_engine(EngineConfig(Path({str(models_dir)!r}), pool_tokens=64));"
+        "print({'transformers', 'llguidance'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "set()"
 
 
 FAILURES = [

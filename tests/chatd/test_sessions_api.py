@@ -9,6 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from chatd.schemas import GenerationOut, InfoOut, MessageList, ProblemOut, SessionOut, SessionPage, TurnOut
+from engine.api import Grammar, SamplingParams
 from tests.chatd.harness import JSON, Server, sse
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,6 +37,37 @@ async def test_a_session_is_made_read_listed_and_deleted(live: Server) -> None:
     assert session in listed["data"]
     assert (await live.http.delete(made.headers["location"])).status_code == 204
     assert (await live.http.get(made.headers["location"])).status_code == 404
+
+
+async def test_all_sampling_parameters_are_kept_and_reach_the_engine(live: Server) -> None:
+    schema = {"type": "object", "properties": {"b": {"const": None}}}
+    params = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.2,
+        "logit_bias": {"5": 1.5},
+        "seed": 7,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop": ["x", "y"],
+        "stop_token_ids": [3],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "name": "n", "strict": True}},
+    }
+    made = (await live.http.post(SESSIONS, json={"params": params})).json()
+    assert check(SessionOut, made)["params"] == params
+    turn = await live.start(made["id"], params={"stop": "z", "top_k": -1})
+    expected = SamplingParams(
+        **{name: value for name, value in params.items() if name != "response_format"}  # type: ignore[arg-type]
+        | {"stop": ("z",), "top_k": 0, "stop_token_ids": (3,), "logit_bias": ((5, 1.5),)},
+        grammar=Grammar("json_schema", json.dumps(schema)),
+    )
+    assert live.engine.latest.params == expected
+    await live.http.post(f"/api/v1/generations/{turn['generation']['id']}/cancel")
 
 
 async def test_pages_of_sessions_are_stable(live: Server) -> None:
@@ -169,6 +201,7 @@ async def test_the_server_says_what_it_is(live: Server) -> None:
 
 
 MESSAGES = "{session}/messages"
+NUL_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"const": "a\0"}}}
 SURROGATE = b'{"content": "\\ud800"}'
 CASES = [
     ("unknown session", "GET", "ses_0", None, 404, "not_found"),
@@ -202,6 +235,13 @@ CASES = [
     ("unknown parameter", "POST", "", {"params": {"SECRET!": 1}}, 422, "invalid_input"),
     ("unknown adapter", "POST", "", {"params": {"adapter": "SECRET"}}, 422, "invalid_input"),
     ("adapter of no text", "POST", "", {"params": {"adapter": 1}}, 422, "invalid_input"),
+    ("logprobs of a session", "POST", "", {"params": {"logprobs": 2}}, 422, "invalid_input"),
+    ("bias of no id", "POST", "", {"params": {"logit_bias": {"SECRET!": 1}}}, 422, "invalid_input"),
+    ("bias out of range", "POST", "", {"params": {"logit_bias": {"1": 101}}}, 422, "invalid_input"),
+    ("empty stop", "POST", "", {"params": {"stop": ""}}, 422, "invalid_input"),
+    ("NUL in a stop", "POST", "", {"params": {"stop": ["a\0"]}}, 422, "invalid_input"),
+    ("format of no type", "POST", "", {"params": {"response_format": {"type": "SECRET"}}}, 422, "invalid_input"),
+    ("NUL in a schema", "POST", "", {"params": {"response_format": NUL_SCHEMA}}, 422, "invalid_input"),
     ("min above max", "POST", "", {"params": {"min_tokens": 2, "max_tokens": 1}}, 422, "invalid_input"),
     ("NUL in a title", "POST", "", {"title": "a\0"}, 422, "invalid_input"),
     ("NUL in a message", "POST", MESSAGES, {"content": "a\0"}, 422, "invalid_input"),

@@ -77,7 +77,7 @@ class Rig:
             number=number,
             index=0,
             request=GenerateRequest(str(number), prompt, params, **request),
-            sampler=cast(Any, None),
+            sampling=cast(Any, None),
             output=cast(Any, None),
             capacity=limit if max_tokens is None else min(limit, len(prompt) + max_tokens),
             received=0.0,

@@ -27,7 +27,7 @@ from engine.api import (
 from engine.choices import choice_params
 from engine.errors import InvalidRequest, QueueFull
 from engine.local import LocalEngine
-from engine.sampling import NoCandidate, Sampler
+from engine.sampling import NoCandidate, Sampled, Sampler, SamplingState
 from tests.engine.conftest import StartEngine
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
 from tests.support.generation import generate
@@ -221,10 +221,12 @@ async def test_a_choice_that_fails_fails_its_request_only(
     alone = await choose(engine, prompt(30), 2, seed=8, **LONG)
     doomed = itertools.count()
 
-    def broken(self: Sampler, logits: torch.Tensor, generated: int) -> int:
-        if self._params.min_p and next(doomed) == 9:  # the second choice of four, in their third step
-            raise NoCandidate("nothing")
-        return original(self, logits, generated)
+    def broken(self: Sampler, logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled | NoCandidate]:
+        outcomes = original(self, logits, states)
+        for place, state in enumerate(states):
+            if state.params.min_p and next(doomed) == 9:  # the second choice of four, in their third step
+                outcomes[place] = NoCandidate("nothing")
+        return outcomes
 
     monkeypatch.setattr(Sampler, "sample", broken)
     failed, beside = await asyncio.gather(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from engine.api import Admitted, Delta, Failed, Finished, GenerateRequest, Progress, Queued, SamplingParams
+from engine.api import Admitted, Delta, Failed, Finished, GenerateRequest, Grammar, Progress, Queued, SamplingParams
 from engine.errors import EngineStopped, InvalidRequest, ModelError, QueueFull, RequestTooLong
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
@@ -241,6 +241,10 @@ REFUSED: list[tuple[str, Callable[[], GenerateRequest]]] = [
     ("negative id", lambda: GenerateRequest("x", np.asarray([5, -1], np.int32))),
     ("id beyond the vocabulary", lambda: GenerateRequest("x", np.asarray([5, 100_000], np.int32))),
     ("stop id beyond", lambda: GenerateRequest("x", prompt(3), SamplingParams(stop_token_ids=(100_000,)))),
+    ("stop id beyond all numbers", lambda: GenerateRequest("x", prompt(3), SamplingParams(stop_token_ids=(2**70,)))),
+    ("biased id beyond", lambda: GenerateRequest("x", prompt(3), SamplingParams(logit_bias=((100_000, 1.0),)))),
+    ("negative biased id", lambda: GenerateRequest("x", prompt(3), SamplingParams(logit_bias=((-1, 1.0),)))),
+    ("no grammar", lambda: GenerateRequest("x", prompt(3), SamplingParams(grammar=Grammar("regex", "(")))),
 ]
 
 

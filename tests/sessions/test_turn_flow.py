@@ -164,7 +164,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"content": "x", "parent_id": "msg_unknown"}, InvalidInput),
     ({"content": "x", "client_msg_id": ""}, InvalidInput),
     ({"content": "x", "client_msg_id": "c" * 201}, InvalidInput),
-    ({"content": "x", "params": {"top_k": 1}}, InvalidInput),
+    ({"content": "x", "params": {"best_of": 2}}, InvalidInput),
     ({"content": "x", "params": {"temperature": 3}}, InvalidInput),
     ({"content": "x" * 5000}, ContextOverflow),
     ({"content": "x", "params": {"max_tokens": 5000}}, ContextOverflow),

@@ -75,15 +75,30 @@ def test_eos_is_all_that_any_file_names(
     ("generation", "sampling"),
     [
         ({}, {}),
-        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "top_k": 5}, {"temperature": 0.6, "top_p": 0.9}),
-        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eta": 5}, {"temperature": 0.6, "top_p": 0.9}),
+        (
+            {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05, "top_p": None},
+            {"top_k": 20.0, "min_p": 0.05, "repetition_penalty": 1.05},
+        ),
+        ({"top_k": -1}, {"top_k": -1.0}),
+        ({"do_sample": False, "temperature": None, "top_p": 0.9}, {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
     ],
 )
 def test_sampling_defaults(folder: Path, generation: dict[str, Any], sampling: dict[str, float]) -> None:
     write(folder, {"generation_config.json": generation})
     assets = assets_from_folder(folder)
     assert assets.sampling == sampling
-    assert Codec(assets).default_params.temperature == sampling.get("temperature", 1.0)
+    params = Codec(assets).default_params
+    used = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert used == {**neutral, **sampling, "top_k": max(0, sampling.get("top_k", 0))}
+
+
+def test_sampling_defaults_out_of_range_are_named(folder: Path) -> None:
+    write(folder, {"generation_config.json": {"repetition_penalty": 50}})
+    with pytest.raises(ModelError, match="repetition_penalty"):
+        _ = Codec(assets_from_folder(folder)).default_params
 
 
 def test_saved_and_loaded(folder: Path, tmp_path: Path) -> None:

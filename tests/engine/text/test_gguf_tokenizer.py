@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from engine.api import SamplingParams
 from engine.errors import ModelError
 from engine.text import Codec, assets_from_gguf
 from engine.text.api import ChatMessage
@@ -153,13 +154,15 @@ def test_the_facts_of_a_chat(write_gguf: WriteGguf) -> None:
             tokenizer__ggml__bos_token_id=5,
             tokenizer__ggml__add_bos_token=True,
             general__sampling__temp=0.5,
+            general__sampling__top_k=40,
+            general__sampling__penalty_repeat=1.5,
         )
     )
     assert assets.chat_template == CHATML
     assert assets.special_tokens == {"eos_token": "<|im_end|>", "bos_token": tokenizer.id_to_token(5)}
     assert assets.add_bos
     assert set(assets.eos_ids) == {end, end_of_text}
-    assert assets.sampling == {"temperature": 0.5}
+    assert assets.sampling == {"temperature": 0.5, "top_k": 40.0, "repetition_penalty": 1.5}
     codec = Codec(assets)
     assert codec.decode(codec.prompt([ChatMessage("user", HARD)]).tokens) == f"user\n{HARD}\nassistant\n"
-    assert codec.default_params.temperature == 0.5
+    assert codec.default_params == SamplingParams(temperature=0.5, top_k=40, repetition_penalty=1.5)

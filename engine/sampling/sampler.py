@@ -1,0 +1,69 @@
+"""The one call of a step: logits of all rows that sample, and their states, to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.api import SampledLogprob
+from engine.sampling.arrays import Logits
+from engine.sampling.draw import draw
+from engine.sampling.grammar import GrammarError
+from engine.sampling.logprobs import BytesOf, logprobs_of
+from engine.sampling.state import SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The next token of a row. logprob: where the request asks for it."""
+
+    token: int
+    logprob: SampledLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NoCandidate:
+    """A row from which nothing can be sampled, and why; the other rows do not notice."""
+
+    reason: str
+
+
+class Sampler:
+    """Samples the rows of one step after another. Keeps nothing: all that lasts is in the states."""
+
+    def __init__(self, bytes_of: BytesOf) -> None:
+        """bytes_of: what a token adds to a text, told beside its log probability."""
+        self._bytes_of = bytes_of
+
+    def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | NoCandidate]:
+        """The next token for each row of logits [S, vocab] float32, which may be changed, by the row's own state.
+
+        One argmax serves all rows. A row of logits that stays as it is and is greedy costs nothing more.
+        """
+        rows = logits.numpy()
+        best = rows.argmax(-1)  # the place of a NaN where there is one
+        usable = np.isfinite(rows[np.arange(len(best)), best])
+        return [
+            self._choose(row, at, state) if good else NoCandidate("the logits hold no finite maximum")
+            for row, at, good, state in zip(rows, best.tolist(), usable.tolist(), states, strict=True)
+        ]
+
+    def _choose(self, row: Logits, best: int, state: SamplingState) -> Sampled | NoCandidate:
+        asked = state.params.logprobs
+        raw = row
+        if state.edits:
+            raw = row if asked is None else row.copy()
+            try:
+                state.edit(row)
+            except GrammarError as error:
+                return NoCandidate(str(error))
+            best = int(row.argmax())
+            if not np.isfinite(row[best]):
+                return NoCandidate("nothing that may follow has a finite logit")
+        uniform = state.uniform()
+        token = best if uniform is None else draw(row, best, state.params, uniform)
+        state.advance(token)
+        return Sampled(token, None if asked is None else logprobs_of(raw, token, asked, self._bytes_of))
