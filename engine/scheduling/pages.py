@@ -41,6 +41,7 @@ class SequencePages:
             sequence.tokens[: sequence.num_tokens],
             namespace=sequence.cache_namespace,
             limit=sequence.num_tokens - 1 if self.shares(sequence) else 0,
+            priority=sequence.request.priority,
             owner=sequence.request.owner,
             record=sequence.admitted is None,
         )
