@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ from chatd.settings import Settings
 from chatd.storage import open_store
 from chatd.ws.hub import Hub
 from chatd.ws.timing import SocketTiming
-from engine.api import EngineSnapshot
+from engine.api import EngineSnapshot, SamplingParams
+from engine.errors import EngineStopped, QueueFull
 from sessions import MemoryBroker, SessionService, Store, TurnService
 
 logger = logging.getLogger(__name__)
@@ -102,9 +103,14 @@ async def open_backend(
     def look() -> EngineSnapshot | None:
         return slot.snapshot() if slot.ready else None
 
+    def check(params: SamplingParams) -> None:
+        if slot.ready:
+            with suppress(QueueFull, EngineStopped):
+                slot.check(1, params)
+
     metrics.registry.register(EngineCollector(look))
     turns = TurnService(store, engine, MemoryBroker(keep_s=settings.event_log_ttl_s))
-    sessions = SessionService(store, turns, adapters=tuple(adapter.name for adapter in settings.adapter))
+    sessions = SessionService(store, turns, tuple(adapter.name for adapter in settings.adapter), check)
     try:
         await turns.recover()
         backend = Backend(

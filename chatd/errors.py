@@ -72,12 +72,23 @@ class ModelNotFound(ChatdError):
         super().__init__(f"there is no such model; this server has {names}")
 
 
+_FAILURES: Mapping[str, str] = {
+    "shutdown": "the server is shutting down",
+    "no_room": "the cache has no room for background work now",
+    "no_candidate": "no token is left that the grammar, biases and penalties of the request allow",
+}
+
+
 class GenerationFailed(ChatdError):
     """The engine could not finish a completion; `code` is its own."""
 
     def __init__(self, code: str) -> None:
         self.code = code
-        super().__init__("the server is shutting down" if code == "shutdown" else "the model failed on this request")
+        super().__init__(_FAILURES.get(code, "the model failed on this request"))
+
+    @property
+    def status(self) -> int:
+        return {"shutdown": 503, "no_room": 503, "no_candidate": 400}.get(self.code, 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +164,7 @@ _TRANSLATIONS: Mapping[type[Exception], Translate] = {
     ModelUnavailable: lambda e: Problem(503, "model_unavailable", "the model could not be loaded"),
     ModelNotFound: lambda e: Problem(404, "model_not_found", str(e), param="model"),
     UnsupportedParameter: lambda e: Problem(400, "unsupported_parameter", str(e), param=e.name),
-    GenerationFailed: lambda e: Problem(503 if e.code == "shutdown" else 500, e.code, str(e)),
+    GenerationFailed: lambda e: Problem(e.status, e.code, str(e)),
     InvalidParameter: lambda e: Problem(400, "invalid_value", str(e), param=e.name),
 }
 

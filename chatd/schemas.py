@@ -76,7 +76,7 @@ class Sampling(BaseModel):
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="only the k most likely tokens; 0 and -1: all")
     min_p: float | None = Field(None, ge=0, le=1, description="least share of the most likely token's probability")
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_ENTRIES)

@@ -83,8 +83,8 @@ class SamplingParams:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be between {low:g} and {high:g}")
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise ValueError("repetition_penalty must be above 0 and at most 10")
+        if not 0.01 <= self.repetition_penalty <= 10.0:
+            raise ValueError("repetition_penalty must be between 0.01 and 10")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError("seed must be between 0 and 2**63 - 1")
         if self.top_k < 0:

@@ -296,7 +296,7 @@ class LocalEngine:
 
     def _take(self, sequence: Sequence, outcome: Sampled | NoCandidate) -> None:
         if isinstance(outcome, NoCandidate):
-            self._fail(self._requests[sequence.request.id], "no_candidate", outcome.reason)
+            self._fail(self._requests[sequence.request.id], outcome.code, outcome.reason)
             return
         token = outcome.token
         sequence.append(token, self._clock())

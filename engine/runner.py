@@ -8,7 +8,7 @@ import torch
 from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow
 from engine.models.base import Model
-from engine.quant.linear import PACKED_ROWS
+from engine.quant.linear import MOST_PACKED_ROWS
 from engine.scheduler import StepRow
 from engine.sequence import Sequence
 
@@ -47,7 +47,7 @@ class ModelRunner:
         """Runs a prompt and a token through the model, so that the first request does not wait for weights to be read
         in. Uses the first pages of the pool: call it before anybody else does.
         """
-        count = min(PACKED_ROWS + 1, self._model.spec.context_length - 1, pool_tokens - 1)
+        count = min(MOST_PACKED_ROWS + 1, self._model.spec.context_length - 1, pool_tokens - 1)
         if count < 1:
             return
         pages = np.arange(count + 1, dtype=np.int32)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.api import SamplingParams
+from engine.errors import RequestError
 from sessions.broker import SessionEvent
 from sessions.content import check_text
 from sessions.context import POLICIES
@@ -31,12 +32,21 @@ PAGE_LIMIT = 100
 class SessionService:
     """Every method may raise StorageBusy; those that take a session id raise NotFound.
 
-    adapters: the names that sessions may ask for, known before the engine is there."""
+    adapters: the names that sessions may ask for, known before the engine is there. check: raises the engine's
+    RequestError for parameters that it would refuse; nothing while there is no engine yet.
+    """
 
-    def __init__(self, store: Store, turns: TurnService, adapters: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        turns: TurnService,
+        adapters: Collection[str] = (),
+        check: Callable[[SamplingParams], None] = lambda params: None,
+    ) -> None:
         self._store = store
         self._turns = turns
         self._adapters = adapters
+        self._check = check
 
     async def create(
         self,
@@ -51,7 +61,11 @@ class SessionService:
         if context_policy not in POLICIES:
             raise InvalidInput("context_policy", f"must be one of {', '.join(sorted(POLICIES))}")
         checked = check_params(params)
-        resolve_params(SamplingParams(), checked)
+        sampling = resolve_params(SamplingParams(), checked)
+        try:
+            await asyncio.to_thread(self._check, sampling)
+        except RequestError as error:
+            raise InvalidInput("params", str(error)) from None
         resolve_adapter(self._adapters, checked)
         now = self._store.now()
         session = Session(

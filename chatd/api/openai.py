@@ -27,6 +27,11 @@ async def list_models(backend: NeedsBackend) -> Response:
     return JSONResponse({"object": "list", "data": models.listed(backend.started)})
 
 
+@router.get("/models/{name:path}")
+async def show_model(name: str, backend: NeedsBackend) -> Response:
+    return JSONResponse(ServedModels.of(backend.settings).shown(name, backend.started))
+
+
 @router.post("/chat/completions")
 async def create_chat_completion(asked: ChatCompletionRequest, request: Request, backend: NeedsBackend) -> Response:
     completion = await start_completion(asked, backend.engine, ServedModels.of(backend.settings))

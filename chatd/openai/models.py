@@ -26,6 +26,11 @@ class ServedModels:
             return asked, asked
         raise ModelNotFound(self.base, self.adapters)
 
+    def shown(self, asked: str, created: int) -> dict[str, Any]:
+        """One of `listed`. Raises ModelNotFound."""
+        name, _ = self.find(asked)
+        return next(model for model in self.listed(created) if model["id"] == name)
+
     def listed(self, created: int) -> list[dict[str, Any]]:
         """As GET /v1/models tells them. created: seconds since 1970."""
         common = {"object": "model", "created": created, "owned_by": "chatd"}

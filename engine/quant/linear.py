@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.quant import int4
+from engine.quant.int8 import Int8Linear
 
-PACKED_ROWS = 16
-"""Up to this many rows the packed product is faster than the dense one (AVX2 and AVX-512, 2 cores)."""
+MOST_PACKED_ROWS = 16
 
 
 class Linear(Protocol):
@@ -43,35 +43,18 @@ class Int4Linear:
         self._packed = packed
         self._scale_zero = scale_zero
         self._dense = DenseLinear(dense, bias)
+        # Up to where the packed product is the faster one, on 2 cores: with AVX2 to 16 rows, but where bfloat16 is
+        # multiplied natively (AVX-512, AMX) to 10.
+        self._few = 10 if dense.dtype == torch.bfloat16 else MOST_PACKED_ROWS
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > PACKED_ROWS:
+        if x.shape[0] > self._few:
             return self._dense(x)
         y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self._packed, int4.GROUP, self._scale_zero).to(
             x.dtype
         )
         return y if self._bias is None else y + self._bias.to(x.dtype)
-
-
-class Int8Linear:
-    """8-bit weights [N, K] with one bfloat16 scale a row: for lm_head, whose rows are always few. K % 16 must be 0."""
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        if weight.shape[1] % 16:
-            raise ValueError("the 8-bit product needs an input size that is a multiple of 16")
-        self._weight = weight
-        self._scale = scale
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch._weight_int8pack_mm(x.to(torch.bfloat16), self._weight, self._scale).to(x.dtype)
-
-
-def quantize_rows_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] float32 to int8 and one bfloat16 scale a row, symmetric."""
-    scale = (weight.abs().amax(-1) / 127.0).clamp_min(1e-8).to(torch.bfloat16)
-    q = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return q, scale
 
 
 def load_linear(tensors: Mapping[str, torch.Tensor], name: str) -> Linear:

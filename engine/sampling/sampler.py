@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,9 +27,13 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class NoCandidate:
-    """A row from which nothing can be sampled, and why; the other rows do not notice."""
+    """A row from which nothing can be sampled, and why; the other rows do not notice.
+
+    code: no_candidate where the request leaves nothing over, bad_logits where the model gave nothing finite.
+    """
 
     reason: str
+    code: Literal["no_candidate", "bad_logits"] = "no_candidate"
 
 
 class Sampler:
@@ -47,7 +52,7 @@ class Sampler:
         best = rows.argmax(-1)  # the place of a NaN where there is one
         usable = np.isfinite(rows[np.arange(len(best)), best])
         return [
-            self._choose(row, at, state) if good else NoCandidate("the logits hold no finite maximum")
+            self._choose(row, at, state) if good else NoCandidate("the logits hold no finite maximum", "bad_logits")
             for row, at, good, state in zip(rows, best.tolist(), usable.tolist(), states, strict=True)
         ]
 

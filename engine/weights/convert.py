@@ -22,14 +22,13 @@ from safetensors import SafetensorError
 from engine.errors import ModelError
 from engine.models.config import DecoderConfig, from_hf
 from engine.models.gguf_config import from_gguf
-from engine.quant import int4
-from engine.quant.linear import quantize_rows_int8
+from engine.quant import int4, int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
 from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 7
+CONVERTER_VERSION = 9
 SIZES_FILE = "sizes.json"
 
 
@@ -194,10 +193,10 @@ def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Ite
     yield "embedding", embedding.to(layout.dense if not layout.packed else torch.bfloat16)
     yield "norm", source.dense("model.norm.weight")
     head = embedding if config.tied_embeddings else source.dense("lm_head.weight")
-    if layout.packed and head.shape[1] % 16 == 0:
-        yield "lm_head.int8", (rows := quantize_rows_int8(head))[0]
+    if layout.packed:
+        yield "lm_head.int8", (rows := int8.quantize_rows(head))[0]
         yield "lm_head.scale", rows[1]
-    elif not config.tied_embeddings or layout.packed:
+    elif not config.tied_embeddings:
         yield "lm_head.weight", head.to(layout.dense)
     for i in range(config.num_layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."

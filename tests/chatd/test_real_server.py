@@ -279,6 +279,37 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_leaves_no_trace(client: Re
     assert client.messages(session) == []
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"response_format": {"type": "regex", "pattern": "(SECRET"}},
+        {"stop_token_ids": [49152]},
+        {"logit_bias": {"49152": 1}},
+        {"max_tokens": 1_000_000},
+        {"repetition_penalty": 1e-300},
+    ],
+    ids=str,
+)
+def test_a_session_whose_messages_would_be_refused_is_not_made(params: dict[str, Any], client: RestClient) -> None:
+    answer = client.request("POST", "/api/v1/sessions", json={"params": params})
+    assert answer.status_code == 422
+    assert "SECRET" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "format_",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}},
+        {"type": "regex", "pattern": r"[^\s\S]"},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_nothing_can_match_is_the_clients_fault(format_: dict[str, Any], client: RestClient) -> None:
+    asked = {"model": "default", "messages": [{"role": "user", "content": "x"}], "response_format": format_}
+    answer = client.request("POST", "/v1/chat/completions", json=asked)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_candidate")
+
+
 def test_what_not_every_request_needs_is_not_loaded_by_the_default_engine(models_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path;"

@@ -122,8 +122,8 @@ def test_what_is_added_to_the_logits(params: dict[str, object], output: list[int
 
 
 def test_an_extreme_repetition_penalty_leaves_finite_logits() -> None:
-    sequence = state(SamplingParams(temperature=0.0, repetition_penalty=1e-30))
-    outcome = sampler().sample(torch.tensor([[1.0, 1e20, 3.0]]), [sequence])
+    sequence = state(SamplingParams(temperature=0.0, repetition_penalty=0.01))
+    outcome = sampler().sample(torch.tensor([[1.0, 3e38, 3.0]]), [sequence])
     assert outcome == [Sampled(1)]
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.quant import Int4Linear, Int8Linear, Linear, int4
-from engine.quant.linear import quantize_rows_int8
+from engine.quant import Int4Linear, Int8Linear, Linear, int4, int8
 
 
 class _Packed(nn.Module):
@@ -48,6 +47,6 @@ def _pack(child: nn.Module) -> Linear | None:
 
 
 def _pack_head(head: nn.Module) -> Linear | None:
-    if type(head) is not nn.Linear or head.bias is not None or head.weight.shape[1] % 16:
+    if type(head) is not nn.Linear or head.bias is not None:
         return None
-    return Int8Linear(*quantize_rows_int8(head.weight.data.float()))
+    return Int8Linear(*int8.quantize_rows(head.weight.data))
