@@ -100,8 +100,7 @@ def _sizes(shape: KVShape) -> tuple[int, ...]:
 
 def _largest(kv: torch.Tensor) -> torch.Tensor:
     """[..., D] to [..., 1] bfloat16."""
-    largest: torch.Tensor = torch.linalg.vector_norm(kv, float("inf"), dim=-1, keepdim=True)
-    return largest.to(torch.bfloat16)
+    return kv.abs().amax(-1, keepdim=True).to(torch.bfloat16)
 
 
 def _step(largest: torch.Tensor) -> torch.Tensor:
