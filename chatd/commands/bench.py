@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, get_args
 from cache import PolicyName
 from chatd.bench.cache_replay import Replay, replay
 from chatd.bench.trace import Request, make_conversations, read_trace
+from chatd.commands.options import add_settings, settings_of
+from chatd.failure import CommandFailed
+from engine.config import KVDtype, WeightsDtype
+from engine.errors import ModelError
+from engine.openmp import spin_briefly
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from chatd.bench.perplexity import Perplexity
+
 HELP = "measure parts of chatd on this machine"
 CACHE_HELP = "replay a load through the prefix cache, without a model"
+PERPLEXITY_HELP = "how well the model predicts a text, by types of weights and of keys and values"
 PAGES = [1000, 5000, 10_000, 50_000]
 
 
@@ -47,6 +55,32 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     cache.add_argument("--seed", type=int, default=0, help="of the made-up conversations (default: 0)")
     cache.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     cache.set_defaults(run=run_cache)
+    _add_perplexity(parts)
+
+
+def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = parts.add_parser(
+        "perplexity", help=PERPLEXITY_HELP, description=PERPLEXITY_HELP.capitalize(), allow_abbrev=False
+    )
+    add_settings(parser, ["model", "models_dir", "threads"])
+    weights = [name for name in get_args(WeightsDtype) if name != "auto"]
+    kinds = [name for name in get_args(KVDtype) if name != "auto"]
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's language reference)")
+    add("--dtype", dest="weights", nargs="+", choices=weights, default=["int4"], help="of the weights (default: int4)")
+    add("--kv-dtype", dest="kv", nargs="+", choices=kinds, default=["bfloat16"], help="K and V (default: bfloat16)")
+    add(
+        "--rows",
+        nargs="+",
+        type=_positive,
+        default=[256],
+        metavar="N",
+        help="tokens in a step; up to 16 read the packed 4-bit weights, more the dense ones (default: 256)",
+    )
+    add("--window", type=_positive, default=1024, metavar="N", help="tokens of context (default: 1024)")
+    add("--tokens", type=_positive, default=8192, metavar="N", help="of the text (default: 8192)")
+    add("--json", action="store_true", help="print a JSON array instead of a table")
+    parser.set_defaults(run=run_perplexity)
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
@@ -65,6 +99,44 @@ def run_cache(arguments: argparse.Namespace) -> int:
     else:
         print(_table(results))
     return 0
+
+
+def run_perplexity(arguments: argparse.Namespace) -> int:
+    settings = settings_of(arguments)
+    spin_briefly()
+    from chatd.bench.perplexity import compare, read_text  # loads torch, which the other commands do without
+
+    text = read_text(arguments.text)
+    try:
+        results = compare(
+            settings.engine_config(),
+            text,
+            weights=arguments.weights,
+            kv=arguments.kv,
+            rows=arguments.rows,
+            window=arguments.window,
+            limit=arguments.tokens,
+        )
+        if arguments.json:
+            print(json.dumps([asdict(result) for result in results], indent=2))
+        else:
+            _print_perplexities(results)
+    except ModelError as error:
+        raise CommandFailed(str(error)) from error
+    return 0
+
+
+def _print_perplexities(results: Iterable[Perplexity]) -> None:
+    """A line as soon as each is known: they may take minutes."""
+    print(
+        f"{'weights':<10}{'K and V':<10}{'rows':>6}{'tokens':>9}{'perplexity':>12}{'to the first':>14}{'tokens/s':>10}"
+    )
+    first = None
+    for result in results:
+        first = first or result
+        change = result.perplexity / first.perplexity - 1
+        line = f"{result.weights:<10}{result.kv:<10}{result.rows:>6}{result.scored:>9}{result.perplexity:>12.4f}"
+        print(f"{line}{change:>+14.2%}{result.tokens_per_second:>10.0f}", flush=True)
 
 
 def _positive(text: str) -> int:

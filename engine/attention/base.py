@@ -15,7 +15,10 @@ from cache import TailCopy
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Sizes of the pool; its K and V together take `num_pages * page_bytes` bytes."""
+    """Sizes of the pool; its K and V together take `num_pages * page_bytes` bytes.
+
+    dtype: float32, bfloat16, or int8, which has a scale of two bytes beside the elements of each token and head.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -26,8 +29,8 @@ class KVShape:
 
     @property
     def page_bytes(self) -> int:
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return per_token * self.page_size * self.dtype.itemsize
+        scale = 2 if self.dtype == torch.int8 else 0
+        return 2 * self.num_layers * self.num_kv_heads * self.page_size * (self.head_dim * self.dtype.itemsize + scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 Gathering a sequence from its pages in every layer of every step would cost more than attending to it. So each running
 sequence has a contiguous, head-major working copy of its keys and values: filled once from the pool when the sequence
 arrives, appended to by every step. Only pages that a step has completed are written back to the pool, all layers in one
-go: a page that is not full is never shared, so nobody else needs it there.
+go: a page that is not full is never shared, so nobody else needs it there. How the pool stores them is its own affair
+(engine/attention/kv_pool.py); a working copy is in the pool's dtype and holds what the pool would give back.
 
-    pool     [2, layers, kv_heads, slots, head_dim]      slot = page * page_size + offset
     working  [2, layers, kv_heads, capacity, head_dim]   one for each running sequence
 """
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from cache import TailCopy
 from engine.attention.base import AttentionRow, KVShape, LayerAttention
+from engine.attention.kv_pool import make_pool
 from engine.attention.visible import Visible, visible
 
 
@@ -49,8 +50,7 @@ class TorchAttention:
         kinds = [(layer.window, layer.softcap is not None) for layer in self._layers]
         self._kinds = tuple(dict.fromkeys(kinds))
         self._kind_of = tuple(self._kinds.index(kind) for kind in kinds)
-        slots = shape.num_pages * shape.page_size
-        self._pool = torch.empty((2, shape.num_layers, shape.num_kv_heads, slots, shape.head_dim), dtype=shape.dtype)
+        self._pool = make_pool(shape)
         self._working: dict[int, torch.Tensor] = {}
         self._planned: list[_PlannedRow] = []
 
@@ -60,24 +60,21 @@ class TorchAttention:
             working = self._working.get(row.sequence)
             if working is None:
                 working = self._working[row.sequence] = self._fill(row)
-            seen = tuple(visible(row, window, self._shape.dtype, explicit=capped) for window, capped in self._kinds)
+            seen = tuple(visible(row, window, self._pool.dtype, explicit=capped) for window, capped in self._kinds)
             planned.append(_PlannedRow(row, slice(offset, offset + row.count), working, seen))
             offset += row.count
         self._planned = planned
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        dtype = self._shape.dtype
-        keys, values, queries = k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1), q.to(dtype)
+        queries, stored = q.to(self._pool.dtype), self._pool.rounded(k, v).transpose(1, 2)
         out, kind = torch.empty_like(q), self._kind_of[layer]
         for planned in self._planned:
             row, tokens = planned.row, planned.tokens
             end = row.start + row.count
-            sequence_keys, sequence_values = planned.working[0, layer], planned.working[1, layer]
-            sequence_keys[:, row.start : end] = keys[:, tokens]
-            sequence_values[:, row.start : end] = values[:, tokens]
-            seen = planned.visible[kind]
-            visible_keys, visible_values = sequence_keys[:, seen.first : end], sequence_values[:, seen.first : end]
-            out[tokens] = _attend(queries[tokens], visible_keys, visible_values, seen.mask, self._layers[layer])
+            working, seen = planned.working[:, layer], planned.visible[kind]
+            working[:, :, row.start : end] = stored[:, :, tokens]
+            keys, values = working[:, :, seen.first : end].unbind()
+            out[tokens] = _attend(queries[tokens], keys, values, seen.mask, self._layers[layer])
         if layer == self._shape.num_layers - 1:
             for planned in self._planned:
                 self._store_full_pages(planned)
@@ -94,13 +91,13 @@ class TorchAttention:
 
     def _fill(self, row: AttentionRow) -> torch.Tensor:
         """A working copy that holds the row's past. Its memory is only touched as far as it is filled."""
-        two, layers, heads, _, head_dim = self._pool.shape
-        working = torch.empty((two, layers, heads, row.capacity, head_dim), dtype=self._shape.dtype)
-        size = self._shape.page_size
+        shape, size = self._shape, self._shape.page_size
+        sizes = (2, shape.num_layers, shape.num_kv_heads, row.capacity, shape.head_dim)
+        working = torch.empty(sizes, dtype=self._pool.dtype)
         for first, last in _runs(row.pages[: -(-row.start // size)]):
             start, end = first * size, min(last * size, row.start)
             slot = int(row.pages[first]) * size
-            working[..., start:end, :] = self._pool[..., slot : slot + end - start, :]
+            self._pool.read(slot, working[..., start:end, :])
         return working
 
     def _store_full_pages(self, planned: _PlannedRow) -> None:
@@ -109,7 +106,7 @@ class TorchAttention:
         for first, last in _runs(row.pages[before:full]):
             start, end = (before + first) * size, (before + last) * size
             slot = int(row.pages[before + first]) * size
-            self._pool[..., slot : slot + end - start, :] = planned.working[..., start:end, :]
+            self._pool.write(slot, planned.working[..., start:end, :])
 
 
 def _attend(

@@ -23,9 +23,6 @@ class ModelSpec:
     def kv_shape(self, num_pages: int, page_size: int, dtype: torch.dtype) -> KVShape:
         return KVShape(len(self.layers), self.num_kv_heads, self.head_dim, num_pages, page_size, dtype)
 
-    def kv_elements_per_token(self) -> int:
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim
-
 
 class Model(Protocol):
     """A causal language model over flat tokens, whose keys and values live in the attention backend."""

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from engine.errors import ModelError
 from engine.models.config import DecoderConfig, from_hf
 from engine.models.gguf_config import from_gguf
+from engine.native import multiplies_bfloat16
 from engine.quant import int4, int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
 from engine.weights.mapped import map_tensors, save_tensors
@@ -48,10 +49,9 @@ class Layout:
 
 def choose_layout(dtype: str) -> Layout:
     """auto is int4. Beside packed weights, many rows read bfloat16 where the processor multiplies it natively, else
-    float32 (without native support bfloat16 products are some eight times slower)."""
+    float32."""
     if dtype in ("auto", "int4"):
-        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return Layout(torch.bfloat16 if native else torch.float32, packed=True)
+        return Layout(torch.bfloat16 if multiplies_bfloat16() else torch.float32, packed=True)
     return Layout(getattr(torch, dtype), packed=False)
 
 
