@@ -28,6 +28,8 @@ class Metrics:
         self._prompt = Counter("chatd_prompt_tokens", "Prompt tokens looked up in the cache.", registry=self.registry)
         self._cached = Counter("chatd_cached_tokens", "Prompt tokens found in the cache.", registry=self.registry)
         self._generated = Counter("chatd_generated_tokens", "Tokens generated.", registry=self.registry)
+        self._drafted = Counter("chatd_drafted_tokens", "Tokens guessed by speculation.", registry=self.registry)
+        self._accepted = Counter("chatd_accepted_tokens", "Guessed tokens that were kept.", registry=self.registry)
         self._ttft = self._histogram("time_to_first_token", "Receipt to first sampled token.", _SECONDS)
         self._tpot = self._histogram(
             "time_per_output_token", "Mean time of a token after the first.", _SECONDS_PER_TOKEN
@@ -44,6 +46,8 @@ class Metrics:
         self._prompt.inc(usage.prompt_tokens)
         self._cached.inc(usage.cached_tokens)
         self._generated.inc(usage.completion_tokens)
+        self._drafted.inc(timings.drafted_tokens)
+        self._accepted.inc(timings.accepted_tokens)
         self._queue.observe(timings.queue_ms / 1000)
         if timings.ttft_ms is not None:
             self._ttft.observe(timings.ttft_ms / 1000)

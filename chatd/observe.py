@@ -143,6 +143,8 @@ def _line(request: GenerateRequest, admitted: Admitted | None, end: Finished) ->
         "decode_ms_per_token": f"{decode:.2f}",
         "ttft_ms": ttft,
         "total_ms": f"{timings.total_ms:.1f}",
+        "drafted": timings.drafted_tokens,
+        "accepted": timings.accepted_tokens,
         "finish_reason": end.reason,
         "miss": miss,
     }

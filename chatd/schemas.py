@@ -147,13 +147,15 @@ class UsageOut(Strict):
 
 
 class TimingsOut(Strict):
-    """Milliseconds."""
+    """Milliseconds, and how many tokens speculation guessed and kept."""
 
     queue_ms: float
     prefill_ms: float
     decode_ms: float
     ttft_ms: float | None
     total_ms: float
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 class CutOut(Strict):

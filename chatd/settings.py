@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cache import PolicyName
-from engine.config import DEFAULT_MODEL, AdapterSource, EngineConfig, KVDtype, WeightsDtype
+from engine.config import DEFAULT_MODEL, AdapterSource, EngineConfig, KVDtype, Speculation, WeightsDtype
 
 PREFIX = "CHATD_"
 _OTHER_VARIABLES = ("CHATD_CONFIG", "CHATD_URL")
@@ -94,6 +94,17 @@ class Settings(BaseSettings):
         le=1024,
         description="threads of the engine",
         json_schema_extra={"default_text": "one for each core"},
+    )
+    speculation: Speculation = Field(
+        "off", description="guess tokens and check several at a time, from the conversation (ngram) or by --draft-model"
+    )
+    draft_model: str | None = Field(
+        None,
+        min_length=1,
+        description="a smaller model with the same vocabulary, named as --model is, for --speculation draft",
+    )
+    speculative_tokens: int = Field(
+        3, ge=1, le=64, description="tokens guessed in a step; with more answers at a time than this, none are"
     )
     adapter: AdapterSources = Field(
         (),
@@ -193,6 +204,9 @@ class Settings(BaseSettings):
             cache_policy=self.cache_policy,
             threads=self.threads,
             adapters=self.adapter,
+            speculation=self.speculation,
+            draft_model=self.draft_model,
+            speculative_tokens=self.speculative_tokens,
         )
 
     @classmethod

@@ -54,6 +54,8 @@ class Choices:
             timings,
             decode_ms=0.0 if started is None else (max(ends) - started) * 1e3,
             preemptions=sum(sequence.preemptions for sequence in self.sequences),
+            drafted_tokens=sum(sequence.drafted for sequence in self.sequences),
+            accepted_tokens=sum(sequence.accepted for sequence in self.sequences),
         )
 
 

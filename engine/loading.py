@@ -17,6 +17,7 @@ from engine.local import LocalEngine
 from engine.models.base import ModelSpec
 from engine.models.registry import load_model
 from engine.runner import ModelRunner
+from engine.speculation.loading import load_drafter
 from engine.text import Codec
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def load_engine(config: EngineConfig) -> LocalEngine:
     )
     runner = ModelRunner(loaded.model, TorchAttention(shape, spec.layers), loaded.adapters, codec.vocab_size)
     runner.warm_up(info.pool_tokens)
-    return LocalEngine(info, codec, runner, cache, config)
+    return LocalEngine(info, codec, runner, cache, config, load_drafter(config, loaded.assets, kv_dtype))
 
 
 def _default_params(codec: Codec, limit: int) -> SamplingParams:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import queue
 import threading
@@ -36,9 +35,10 @@ from engine.config import EngineConfig
 from engine.errors import EngineStopped, InvalidRequest, QueueFull, RequestTooLong
 from engine.output import ChoiceOutput
 from engine.runner import ModelRunner
-from engine.sampling import GrammarCompiler, NoCandidate, Sampled, Sampler, SamplingState, TokenMatcher
+from engine.sampling import GrammarCompiler, NoCandidate, Sampled, Sampler, SamplerStep, SamplingState, TokenMatcher
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
+from engine.speculation import Drafter, Speculator, verified
 from engine.streams import EventStream, deliver
 from engine.text import Codec, StopStrings
 
@@ -65,6 +65,19 @@ class _Stop:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """A sequence that samples in this step: its first place in the logits, and the drafts behind it."""
+
+    sequence: Sequence
+    first: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> range:
+        return range(self.first, self.first + 1 + len(self.drafts))
+
+
 class LocalEngine:
     """Implements `engine.api.Engine`. Built by `engine.loading.load_engine`; call `close` to end its thread."""
 
@@ -75,6 +88,7 @@ class LocalEngine:
         runner: ModelRunner,
         cache: PrefixCache,
         config: EngineConfig,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._info = info
@@ -82,6 +96,7 @@ class LocalEngine:
         self._runner = runner
         self._cache = cache
         self._sampler = Sampler(codec.vocabulary.bytes_of)
+        self._speculator = Speculator(drafter, config.speculative_tokens)
         self._grammars = GrammarCompiler(codec.vocabulary, codec.eos_ids, lambda text: codec.encode(text).tolist())
         self._clock = clock
         self._max_waiting = config.max_waiting
@@ -232,7 +247,7 @@ class LocalEngine:
 
     def _compute(self, plan: StepPlan) -> None:
         for sequence in plan.preempted:
-            self._runner.drop(sequence.number)
+            self._forget(sequence)
         for sequence in plan.exhausted:
             if sequence.admitted is None:
                 self._fail(self._requests[sequence.request.id], "no_room", "the cache has no room for background work")
@@ -245,31 +260,49 @@ class LocalEngine:
                 self._announce(sequence)
         if not plan.rows:
             return
+        self._speculator.extend(plan, self._scheduler)
         logits = self._runner.run(plan.rows)
         self._steps += 1
-        places = itertools.count()
-        sampling: list[tuple[Sequence, int]] = []
+        sampling: list[_Sampling] = []
+        first = 0
         for row in plan.rows:
             self._scheduler.computed(row)
             if row.samples:
-                place = next(places)
-                sampling += [(sequence, place) for sequence in (row.sequence, *self._fork(row.sequence))]
+                sampling.append(_Sampling(row.sequence, first, row.drafts))
+                sampling += [_Sampling(sequence, first) for sequence in self._fork(row.sequence)]
             elif row.sequence.generated == 0 and row.sequence.index == 0:
                 self._report_progress(row)
+            first += row.sampled
         self._sample(sampling, logits)
 
-    def _sample(self, sampling: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
-        """A token for each sequence, from the row of logits [S, vocab] beside it."""
-        for sequence, _ in sampling:
-            if sequence.full:  # max_tokens 0: the prompt was only to be prefilled
-                self._finish(sequence, "length")
-        going_on = [(sequence, place) for sequence, place in sampling if not sequence.full]
-        if len(going_on) != len(logits):
-            logits = logits[[place for _, place in going_on]]
-        outcomes = self._sampler.sample(logits, [sequence.sampling for sequence, _ in going_on])
-        for (sequence, _), outcome in zip(going_on, outcomes, strict=True):
-            if sequence.request.id in self._requests:  # a choice that fails ends the others
-                self._take(sequence, outcome)
+    def _sample(self, sampling: list[_Sampling], logits: torch.Tensor) -> None:
+        """The next tokens of each sequence, from its places in logits [S, vocab]."""
+        for entry in sampling:
+            if entry.sequence.full:  # max_tokens 0: the prompt was only to be prefilled
+                self._finish(entry.sequence, "length")
+        going_on = [entry for entry in sampling if not entry.sequence.full]
+        places = [place for entry in going_on for place in entry.places]
+        if places != list(range(len(logits))):
+            logits = logits[places]
+        step, first = self._sampler.open(logits), 0
+        for entry in going_on:
+            if entry.sequence.request.id in self._requests:  # a choice that fails ends the others
+                self._verify(entry, step, first)
+            first += len(entry.places)
+
+    def _verify(self, entry: _Sampling, step: SamplerStep, first: int) -> None:
+        """Takes a token, and more where drafts are kept, from the rows of `step` that begin at `first`."""
+        sequence, kept = entry.sequence, 0
+        sequence.drafted += len(entry.drafts)
+        for outcome, is_draft in verified(entry.drafts, lambda place: step.choose(first + place, sequence.sampling)):
+            if kept:
+                self._scheduler.accepted(sequence)
+            kept += is_draft
+            sequence.accepted += is_draft
+            self._take(sequence, outcome)
+            if sequence.output.reason is not None or sequence.request.id not in self._requests:
+                break
+        self._speculator.went(sequence, len(entry.drafts), kept)
 
     def _announce(self, sequence: Sequence) -> None:
         with self._lock:
@@ -343,7 +376,11 @@ class LocalEngine:
 
     def _drop(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         self._runner.drop(sequence.number)
+        self._speculator.drop(sequence.number)
 
     def _deliver(self) -> None:
         if not self._outbox:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from engine.adapters import Adapters
+from engine.api import TokenIds
 from engine.attention import AttentionBackend, AttentionRow
 from engine.models.base import Model
 from engine.quant.linear import MOST_PACKED_ROWS
@@ -30,7 +31,7 @@ class ModelRunner:
         """Logits [S, vocab_size] float32 of the last `sampled` tokens of each row, in order."""
         self._attention.plan([_attention_row(row) for row in rows])
         self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
-        tokens = np.concatenate([row.sequence.tokens[row.start : row.start + row.count] for row in rows])
+        tokens = np.concatenate([part for row in rows for part in _tokens(row)])
         positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
         ends = np.cumsum([row.count for row in rows])
         logit_rows = np.concatenate([np.arange(end - row.sampled, end) for end, row in zip(ends, rows, strict=True)])
@@ -65,6 +66,11 @@ class ModelRunner:
 
     def drop(self, sequence: int) -> None:
         self._attention.drop(sequence)
+
+
+def _tokens(row: StepRow) -> tuple[TokenIds, TokenIds]:
+    """Those that the sequence has, and the drafts."""
+    return row.sequence.tokens[row.start : row.start + row.known], np.array(row.drafts, dtype=np.int32)
 
 
 def _attention_row(row: StepRow) -> AttentionRow:

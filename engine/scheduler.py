@@ -96,15 +96,36 @@ class Scheduler:
                 self._let_in(plan, budget, background)
             give_rest(budget, self._prefills(background))
         plan.rows = [StepRow.next(sequence, count) for sequence, count in budget.counts.items()]
+        plan.spare = budget.left
         self._moved = set(budget.counts)
         return plan
 
+    def reserve_ahead(self, sequence: Sequence, at_most: int) -> int:
+        """Reserves pages for up to `at_most` guesses behind the tokens of a sequence that decodes; says for how many.
+
+        Only free pages, and one of them is left for each running sequence: guesses evict nothing and preempt nobody.
+        """
+        if sequence.lease is None:
+            return 0
+        room = self._pages.ahead(sequence.lease, sequence.num_tokens, at_most, spared=len(self._running))
+        if room:
+            self._pages.reserve(sequence.lease, sequence, sequence.num_tokens + room)
+        return room
+
     def computed(self, row: StepRow) -> None:
-        """The row's tokens have K and V now: full pages join the tree at once, for anybody's next prompt."""
-        sequence = row.sequence
-        sequence.computed += row.count
-        if row.samples:
-            self._shares.charge(sequence.request.tenant, sequence.request.owner, row.sampled)
+        """The row's tokens have K and V now: full pages join the tree at once, for anybody's next prompt.
+
+        Its drafts do not count, until they are `accepted`.
+        """
+        self._computed(row.sequence, row.known, int(row.samples))
+
+    def accepted(self, sequence: Sequence) -> None:
+        """One draft more, by now the sequence's last token, is its own: it has K and V, from the step of its row."""
+        self._computed(sequence, 1, 1)
+
+    def _computed(self, sequence: Sequence, tokens: int, sampled: int) -> None:
+        sequence.computed += tokens
+        self._shares.charge(sequence.request.tenant, sequence.request.owner, sampled)
         if sequence.lease is not None and self._pages.shares(sequence):
             sequence.lease.commit(sequence.tokens[: sequence.computed])
 

@@ -41,6 +41,8 @@ class Sequence:
     first_token: float | None = None
     last_token: float | None = None
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     arrived: int = 0
 
     def __post_init__(self) -> None:
@@ -96,4 +98,6 @@ class Sequence:
             ttft_ms=None if self.first_token is None else (first - self.received) * 1e3,
             total_ms=(now - self.received) * 1e3,
             preemptions=self.preemptions,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )

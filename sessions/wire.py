@@ -28,7 +28,7 @@ def usage_json(usage: Usage | None) -> Json | None:
 
 
 def timings_json(timings: Timings | None) -> Json | None:
-    """All in milliseconds."""
+    """Milliseconds, and counts of tokens."""
     if timings is None:
         return None
     return {
@@ -37,6 +37,8 @@ def timings_json(timings: Timings | None) -> Json | None:
         "decode_ms": timings.decode_ms,
         "ttft_ms": timings.ttft_ms,
         "total_ms": timings.total_ms,
+        "drafted_tokens": timings.drafted_tokens,
+        "accepted_tokens": timings.accepted_tokens,
     }
 
 

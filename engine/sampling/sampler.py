@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from engine.api import SampledLogprob
-from engine.sampling.arrays import Logits
 from engine.sampling.draw import draw
 from engine.sampling.grammar import GrammarError
 from engine.sampling.logprobs import BytesOf, logprobs_of
@@ -44,19 +43,29 @@ class Sampler:
         self._bytes_of = bytes_of
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | NoCandidate]:
-        """The next token for each row of logits [S, vocab] float32, which may be changed, by the row's own state.
+        """The next token for each row of logits [S, vocab] float32, which may be changed, by the row's own state."""
+        step = self.open(logits)
+        return [step.choose(place, state) for place, state in zip(range(len(logits)), states, strict=True)]
 
-        One argmax serves all rows. A row of logits that stays as it is and is greedy costs nothing more.
-        """
-        rows = logits.numpy()
-        best = rows.argmax(-1)  # the place of a NaN where there is one
-        usable = np.isfinite(rows[np.arange(len(best)), best])
-        return [
-            self._choose(row, at, state) if good else NoCandidate("the logits hold no finite maximum", "bad_logits")
-            for row, at, good, state in zip(rows, best.tolist(), usable.tolist(), states, strict=True)
-        ]
+    def open(self, logits: torch.Tensor) -> SamplerStep:
+        """For who samples the rows of logits [S, vocab] float32, which may be changed, one at a time."""
+        return SamplerStep(logits, self._bytes_of)
 
-    def _choose(self, row: Logits, best: int, state: SamplingState) -> Sampled | NoCandidate:
+
+class SamplerStep:
+    """The logits of one step. One argmax serves all rows; one that stays as it is and is greedy costs nothing more."""
+
+    def __init__(self, logits: torch.Tensor, bytes_of: BytesOf) -> None:
+        self._rows = logits.numpy()
+        self._best = self._rows.argmax(-1)  # the place of a NaN where there is one
+        self._usable = np.isfinite(self._rows[np.arange(len(self._best)), self._best])
+        self._bytes_of = bytes_of
+
+    def choose(self, place: int, state: SamplingState) -> Sampled | NoCandidate:
+        """The next token by row `place`, which is used up, and by `state`, which goes on."""
+        if not self._usable[place]:
+            return NoCandidate("the logits hold no finite maximum", "bad_logits")
+        row, best = self._rows[place], int(self._best[place])
         asked = state.params.logprobs
         raw = row
         if state.edits:

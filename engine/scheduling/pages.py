@@ -57,6 +57,11 @@ class SequencePages:
             return error
         return None
 
+    def ahead(self, lease: Lease, tokens: int, at_most: int, spared: int) -> int:
+        """For how many tokens behind the first `tokens` there are pages, if all free ones but `spared` are taken."""
+        free = max(0, self._cache.usage.free - spared)
+        return max(0, min(at_most, (len(lease.pages) + free) * self.page_size - tokens))
+
     def fork(self, lease: Lease) -> Lease | None:
         """Another lease on what is committed; None where there is no page for the unfilled one."""
         try:

@@ -51,7 +51,15 @@ async def test_a_turn_leaves_a_log_and_the_same_in_the_database(rig: Rig) -> Non
             "total_tokens": 28,
             "prompt_tokens_details": {"cached_tokens": 0},
         },
-        "timings": {"queue_ms": 1.0, "prefill_ms": 2.0, "decode_ms": 3.0, "ttft_ms": 4.0, "total_ms": 6.0},
+        "timings": {
+            "queue_ms": 1.0,
+            "prefill_ms": 2.0,
+            "decode_ms": 3.0,
+            "ttft_ms": 4.0,
+            "total_ms": 6.0,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
+        },
     }
     user, reply = await rig.sessions.messages(OWNER, session.id)
     assert user == turn.message

@@ -13,7 +13,15 @@ export const usage: Usage = {
   total_tokens: 1293,
   prompt_tokens_details: { cached_tokens: 1152 },
 };
-export const timings: Timings = { queue_ms: 1, prefill_ms: 40, decode_ms: 1000, ttft_ms: 43, total_ms: 1043 };
+export const timings: Timings = {
+  queue_ms: 1,
+  prefill_ms: 40,
+  decode_ms: 1000,
+  ttft_ms: 43,
+  total_ms: 1043,
+  drafted_tokens: 0,
+  accepted_tokens: 0,
+};
 
 export function session(id: string, fields: Partial<Session> = {}): Session {
   const at = "2026-01-01T10:00:00Z";

@@ -16,6 +16,9 @@ export interface Timings {
   decode_ms: number;
   ttft_ms: number | null;
   total_ms: number;
+  /** Guessed by speculation, and how many of them were kept. */
+  drafted_tokens: number;
+  accepted_tokens: number;
 }
 
 /** Where the window starts: messages before `first_kept` are no longer sent to the model. */

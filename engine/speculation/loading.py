@@ -1,0 +1,44 @@
+"""The drafter that a configuration asks for."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.models.registry import load_model
+from engine.speculation.draft_model import ModelDrafter
+from engine.speculation.drafter import Drafter
+from engine.speculation.ngram import NgramDrafter
+from engine.text import ChatAssets, Codec
+
+
+def load_drafter(config: EngineConfig, assets: ChatAssets, kv_dtype: torch.dtype) -> Drafter | None:
+    """None where speculation is off. assets: those of the model itself. Raises ModelError.
+
+    A draft model has the dtype of the model, and kv_dtype for keys and values. Its guesses are ids: each id must stand
+    for the same token in both.
+    """
+    if config.draft_model is None:
+        return NgramDrafter() if config.speculation == "ngram" else None
+    loaded = load_model(config.draft_model, config.models_dir, config.dtype)
+    if loaded.assets.tokenizer_json != assets.tokenizer_json and _ids(loaded.assets) != _ids(assets):
+        raise ModelError(
+            f"the draft model {config.draft_model} has another vocabulary than {config.model}: "
+            "choose one that was made with the same tokenizer"
+        )
+    vocab_size = Codec(loaded.assets).vocab_size
+    if vocab_size > loaded.model.spec.vocab_size:
+        raise ModelError(f"the tokenizer has {vocab_size} ids, and the draft model knows fewer")
+    return ModelDrafter(loaded.model, vocab_size, kv_dtype, config.max_batched_tokens)
+
+
+def _ids(assets: ChatAssets) -> dict[str, int]:
+    """Token to id, added tokens included."""
+    tokenizer = json.loads(assets.tokenizer_json)
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # unigram: pairs of a token and its score, in the order of the ids
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
