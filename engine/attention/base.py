@@ -51,6 +51,8 @@ class LayerAttention:
 class AttentionRow:
     """One sequence in a step: its tokens start .. start + count - 1 are computed, those before `start` have K and V.
 
+    What an earlier step has stored from `start` on (guesses that were not kept) is lost: it is written over.
+
     sequence: a number that stays the same while the sequence keeps its pages. pages: its page table, int32, long enough
     for start + count tokens. capacity: the most tokens that the sequence may ever hold.
     """

@@ -3,8 +3,10 @@
 Gathering a sequence from its pages in every layer of every step would cost more than attending to it. So each running
 sequence has a contiguous, head-major working copy of its keys and values: filled once from the pool when the sequence
 arrives, appended to by every step. Only pages that a step has completed are written back to the pool, all layers in one
-go: a page that is not full is never shared, so nobody else needs it there. How the pool stores them is its own affair
-(engine/attention/kv_pool.py); a working copy is in the pool's dtype and holds what the pool would give back.
+go: a page that is not full is never shared, so nobody else needs it there. A page that was completed by guesses which
+were not kept is completed, and written, once more before it can be shared. A sequence whose page table is empty lives
+in its working copy alone. How the pool stores pages is its own affair (engine/attention/kv_pool.py); a working copy is
+in the pool's dtype and holds what the pool would give back.
 
     working  [2, layers, kv_heads, capacity, head_dim]   one for each running sequence
 """

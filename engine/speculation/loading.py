@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.registry import load_model
 from engine.speculation.draft_model import ModelDrafter
-from engine.speculation.drafter import Drafter
+from engine.speculation.drafter import Ask, Drafter
 from engine.speculation.ngram import NgramDrafter
 from engine.text import ChatAssets, Codec
 
@@ -32,7 +33,10 @@ def load_drafter(config: EngineConfig, assets: ChatAssets, kv_dtype: torch.dtype
     vocab_size = Codec(loaded.assets).vocab_size
     if vocab_size > loaded.model.spec.vocab_size:
         raise ModelError(f"the tokenizer has {vocab_size} ids, and the draft model knows fewer")
-    return ModelDrafter(loaded.model, vocab_size, kv_dtype, config.max_batched_tokens)
+    drafter = ModelDrafter(loaded.model, vocab_size, kv_dtype, config.max_batched_tokens)
+    drafter.propose([Ask(-1, np.zeros(2, dtype=np.int32), at_most=1, capacity=4)])  # reads the weights in
+    drafter.drop(-1)
+    return drafter
 
 
 def _ids(assets: ChatAssets) -> dict[str, int]:

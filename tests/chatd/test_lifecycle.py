@@ -141,15 +141,16 @@ async def test_every_request_leaves_one_line_and_its_numbers(tmp_path: Path, cap
     lines = [record.getMessage() for record in caplog.records if record.name == "chatd.observe"]
     assert len(lines) == 4
     assert f"session={session} prompt=24 cached=0 prefilled=24 generated=3 queue_ms=1.0" in lines[0]
-    for field in ("prefill_ms_per_token=0.08", "decode_ms_per_token=1.50", "ttft_ms=4.0", "finish_reason=stop"):
+    for field in ("prefill_ms_per_token=0.08", "decode_ms_per_token=1.50", "ttft_ms=4.0", "drafted=8", "accepted=5"):
         assert field in lines[0]
-    assert lines[0].endswith("miss=cold")
+    assert lines[0].endswith("finish_reason=stop miss=cold")
     assert "session=- prompt=24 cached=16 prefilled=8" in lines[1]
     assert "failed=boom" in lines[3]
     prompt_tokens = sum(len(live.request.tokens) for live in engine.all[:3])
     assert float(metrics["chatd_prompt_tokens_total"]) == prompt_tokens
     assert float(metrics["chatd_cached_tokens_total"]) == sum(live.cached for live in engine.all)
     assert float(metrics["chatd_generated_tokens_total"]) == sum(len(live.output) for live in engine.all[:3])
+    assert (float(metrics["chatd_drafted_tokens_total"]), float(metrics["chatd_accepted_tokens_total"])) == (24, 15)
     assert float(metrics['chatd_requests_total{finish_reason="stop"}']) == 3
     assert float(metrics['chatd_requests_total{finish_reason="failed"}']) == 1
     for name in ("time_to_first_token", "time_per_output_token", "queue", "prefill", "decode"):

@@ -29,6 +29,7 @@ from engine.errors import EngineStopped, QueueFull, RequestTooLong
 from tests.sessions.letters_codec import END, LettersCodec, token, token_bytes
 
 PAGE = 16
+TIMINGS = Timings(1.0, 2.0, 3.0, 4.0, 6.0, drafted_tokens=8, accepted_tokens=5)
 
 
 class Live:
@@ -80,7 +81,7 @@ class Live:
     def close_with(self, reason: FinishReason) -> None:
         """The terminal event alone."""
         usage = Usage(len(self.request.tokens), self.cached, len(self.output))
-        self._put(Finished(self.request.id, reason, usage, Timings(1.0, 2.0, 3.0, 4.0, 6.0)))
+        self._put(Finished(self.request.id, reason, usage, TIMINGS))
         self._end()
 
     def fail(self, code: str = "boom", message: str = "it broke") -> None:

@@ -57,8 +57,8 @@ async def test_a_turn_leaves_a_log_and_the_same_in_the_database(rig: Rig) -> Non
             "decode_ms": 3.0,
             "ttft_ms": 4.0,
             "total_ms": 6.0,
-            "drafted_tokens": 0,
-            "accepted_tokens": 0,
+            "drafted_tokens": 8,
+            "accepted_tokens": 5,
         },
     }
     user, reply = await rig.sessions.messages(OWNER, session.id)
