@@ -28,13 +28,13 @@ def all_pages_are_back(engine: LocalEngine) -> bool:
 def record_steps(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Tokens computed for each request id, step by step."""
     steps: list[dict[str, int]] = []
-    run = engine._runner.run
+    run = engine._stepper._runner.run
 
     def recorded(rows: list[StepRow]) -> object:
         steps.append({row.sequence.request.id: row.count for row in rows})
         return run(rows)
 
-    monkeypatch.setattr(engine._runner, "run", recorded)
+    monkeypatch.setattr(engine._stepper._runner, "run", recorded)
     return steps
 
 
