@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Ordered
 
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
 from engine.speculation.drafter import Ask, Drafter
 from engine.speculation.pace import Pace
@@ -30,7 +30,7 @@ class Speculator:
     def extend(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Puts rows with drafts in the place of rows without. A drafter that fails is given up: texts go on without."""
         room = min(plan.spare, self._most + 1 - len(plan.rows))
-        if self._drafter is None or room < 1 or any(row.sequence.generated == 0 or row.count > 1 for row in plan.rows):
+        if self._drafter is None or room < 1 or not all(map(_decodes, plan.rows)):
             return
         asks = {index: ask for index, row in enumerate(plan.rows) if (ask := self._ask(row.sequence, room)) is not None}
         if not asks:
@@ -67,6 +67,11 @@ class Speculator:
         if at_most < 1:
             return None
         return Ask(sequence.number, sequence.tokens[: sequence.num_tokens], at_most, sequence.capacity)
+
+
+def _decodes(row: StepRow) -> bool:
+    """Its token is the sequence's last, and was sampled: no part of a prompt, or of what is computed once more."""
+    return row.samples and row.count == 1 and row.sequence.generated > 0
 
 
 def _share(proposed: Ordered[list[int]], room: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.sampling import NoCandidate, Sampled
-from engine.scheduler import StepPlan
+from engine.scheduler import StepPlan, StepRow
 from engine.speculation import Ask, NgramDrafter, Speculator, verified
 from engine.speculation.ngram import SIZES, NgramIndex
 from engine.speculation.pace import Pace
@@ -235,3 +235,18 @@ def test_sequences_share_the_drafts_of_a_step(running: int, most: int, budget: i
     for _ in range(running):
         decoding(rig, 4, 100)
     assert speculated(rig, Speculator(knowing, most), knowing)[1] == expected
+
+
+def test_what_is_computed_once_more_has_no_drafts() -> None:
+    """After a preemption, a sequence that has sampled is in prefill again, and a chunk may be a single token."""
+    rig, knowing = Rig(pages=200, page_size=4, budget=64), Knowing(right)
+    sequence = decoding(rig, 8, 100)
+    sequence.computed -= 4
+    knowing.knows(sequence.tokens[: sequence.num_tokens], range(50))
+    plan = StepPlan([StepRow.next(sequence, 1)], spare=63)
+    Speculator(knowing, 3).extend(plan, rig.scheduler)
+    assert not plan.rows[0].drafts
+    sequence.computed += 4
+    plan = StepPlan([StepRow.next(sequence, 1)], spare=63)
+    Speculator(knowing, 3).extend(plan, rig.scheduler)
+    assert len(plan.rows[0].drafts) == 3
