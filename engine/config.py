@@ -9,7 +9,7 @@ from typing import Literal
 
 from cache import PolicyName
 
-WeightsDtype = Literal["auto", "float32", "bfloat16", "int4"]
+WeightsDtype = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 KVDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Speculation = Literal["off", "ngram", "draft"]
 

@@ -42,7 +42,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self._embedding = tensors["embedding"]
-        packed = any(name.endswith(".int4") for name in tensors)
+        packed = any(name.endswith(".int8") for name in tensors)
         self._adapters = adapters or Adapters()
         self._dtype = torch.float32 if packed else self._embedding.dtype
         self._norm = tensors["norm"].to(self._dtype)

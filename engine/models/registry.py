@@ -30,14 +30,13 @@ class LoadedModel:
 def load_model(spec: str, models_dir: Path, dtype: str, adapters: Sequence[AdapterSource] = ()) -> LoadedModel:
     """The model that `spec` names (see EngineConfig), ready to run. Raises ModelError."""
     source, layout = parse_source(spec), choose_layout(dtype)
-    weights = "int4" if layout.packed else dtype
     if isinstance(source, FolderSource) and not is_compact(source.config()):
         if adapters:
             raise ModelError("adapters are only supported for models of the Llama family")
         from engine.models.hf import load_hf  # loads transformers, which the default model does without
 
-        model = load_hf(source.path, layout.dense, packed=layout.packed)
-        return LoadedModel(model, Adapters(), assets_from_folder(source.path), weights)
+        model = load_hf(source.path, layout.dense, bits=layout.bits)
+        return LoadedModel(model, Adapters(), assets_from_folder(source.path), layout.dtype)
     converted = ensure_converted(source, models_dir, layout)
     loaded = Adapters(load_adapter(adapter, converted.config) for adapter in adapters)
-    return LoadedModel(Decoder(converted.config, converted.tensors(), loaded), loaded, converted.assets, weights)
+    return LoadedModel(Decoder(converted.config, converted.tensors(), loaded), loaded, converted.assets, layout.dtype)

@@ -15,9 +15,10 @@ import torch
 
 
 class Int8Linear:
-    """Weights [N, K] int8 with a float32 scale for each of the N. Made for lm_head, whose rows are few."""
+    """Weights [N, K] int8 with a float32 scale for each of the N."""
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._bias = None if bias is None else bias.float()
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's quantized tensors are deprecated, their products are not
@@ -35,7 +36,8 @@ class Int8Linear:
         y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             both, 1.0 / self._steps, self._steps + 1, self._packed
         )
-        return y[: len(x)].add_(y[len(x) :], alpha=0.5 / self._steps).mul_(peaks).to(x.dtype)
+        y = y[: len(x)].add_(y[len(x) :], alpha=0.5 / self._steps).mul_(peaks)
+        return (y if self._bias is None else y.add_(self._bias)).to(x.dtype)
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,5 +63,5 @@ def load_linear(tensors: Mapping[str, torch.Tensor], name: str) -> Linear:
     if f"{name}.int4" in tensors:
         return Int4Linear(tensors[f"{name}.int4"], tensors[f"{name}.scale_zero"], tensors[f"{name}.weight"], bias)
     if f"{name}.int8" in tensors:
-        return Int8Linear(tensors[f"{name}.int8"], tensors[f"{name}.scale"])
+        return Int8Linear(tensors[f"{name}.int8"], tensors[f"{name}.scale"], bias)
     return DenseLinear(tensors[f"{name}.weight"], bias)

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -29,30 +30,37 @@ from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 9
+CONVERTER_VERSION = 10
 SIZES_FILE = "sizes.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights are kept: dense in `dense`, and packed to 4 bits as well where `packed`."""
+    """How weights are kept: dense in `dense`; bits 4: packed to 4 bits beside that; 8: linear layers in 8 bits."""
 
     dense: torch.dtype
-    packed: bool
+    bits: Literal[4, 8] | None = None
 
     @property
     def name(self) -> str:
         dense = str(self.dense).removeprefix("torch.")
-        # The packed order depends on the vector width, so a copy is only good for processors of this kind.
-        return f"int4-{torch.backends.cpu.get_cpu_capability().lower()}-{dense}" if self.packed else dense
+        if self.bits == 4:
+            # The packed order depends on the vector width, so a copy is only good for processors of this kind.
+            return f"int4-{torch.backends.cpu.get_cpu_capability().lower()}-{dense}"
+        return dense if self.bits is None else f"int8-{dense}"
+
+    @property
+    def dtype(self) -> str:
+        """As in EngineConfig."""
+        return str(self.dense).removeprefix("torch.") if self.bits is None else f"int{self.bits}"
 
 
 def choose_layout(dtype: str) -> Layout:
     """auto is int4. Beside packed weights, many rows read bfloat16 where the processor multiplies it natively, else
     float32."""
-    if dtype in ("auto", "int4"):
-        return Layout(torch.bfloat16 if multiplies_bfloat16() else torch.float32, packed=True)
-    return Layout(getattr(torch, dtype), packed=False)
+    if dtype in ("auto", "int4", "int8"):
+        return Layout(torch.bfloat16 if multiplies_bfloat16() else torch.float32, 8 if dtype == "int8" else 4)
+    return Layout(getattr(torch, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +184,13 @@ def _check_tensors(source: TensorSource, config: DecoderConfig) -> None:
 def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     def fused(name: str, parts: list[str], bias: bool) -> Iterator[tuple[str, torch.Tensor]]:
         dense = torch.cat([source.dense(f"{part}.weight") for part in parts])
-        yield f"{name}.weight", dense.to(layout.dense)
+        if layout.bits == 8:
+            yield from eight_bits(name, dense)
+        else:
+            yield f"{name}.weight", dense.to(layout.dense)
         if bias:
             yield f"{name}.bias", torch.cat([source.dense(f"{part}.bias") for part in parts]).to(layout.dense)
-        if layout.packed and int4.fits(*dense.shape):
+        if layout.bits == 4 and int4.fits(*dense.shape):
             stored = [source.grouped_4bit(f"{part}.weight") for part in parts]
             groups = [
                 g if g is not None else int4.quantize(source.dense(f"{p}.weight"))
@@ -189,13 +200,16 @@ def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Ite
             yield f"{name}.int4", (packed := int4.pack(joined))[0]
             yield f"{name}.scale_zero", packed[1]
 
+    def eight_bits(name: str, dense: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{name}.int8", (rows := int8.quantize_rows(dense))[0]
+        yield f"{name}.scale", rows[1]
+
     embedding = source.dense("model.embed_tokens.weight")
-    yield "embedding", embedding.to(layout.dense if not layout.packed else torch.bfloat16)
+    yield "embedding", embedding.to(layout.dense if layout.bits is None else torch.bfloat16)
     yield "norm", source.dense("model.norm.weight")
     head = embedding if config.tied_embeddings else source.dense("lm_head.weight")
-    if layout.packed:
-        yield "lm_head.int8", (rows := int8.quantize_rows(head))[0]
-        yield "lm_head.scale", rows[1]
+    if layout.bits is not None:
+        yield from eight_bits("lm_head", head)
     elif not config.tied_embeddings:
         yield "lm_head.weight", head.to(layout.dense)
     for i in range(config.num_layers):

@@ -132,7 +132,7 @@ def assert_equals(model: Model, reference: PreTrainedModel) -> None:
     torch.testing.assert_close(beside, wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "bfloat16"])
 def test_narrow_weights_stay_close_to_the_dense_model(dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama", initializer_range=0.05)
     dense, packed = (open_model(str(tmp_path / "model"), tmp_path / "models", name) for name in ("float32", dtype))

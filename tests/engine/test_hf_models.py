@@ -78,7 +78,7 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "phi3"])
-@pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "bfloat16"])
 def test_narrow_weights_stay_close(dtype: str, model_type: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", model_type, initializer_range=0.05)
     exact, narrow = (load_model(str(tmp_path / "model"), tmp_path, name) for name in ("float32", dtype))
@@ -152,7 +152,7 @@ def test_what_does_not_qualify_is_refused_before_its_weights_are_read(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "code.py").write_text("raise SystemExit('remote code was run')", encoding="utf-8")
     with pytest.raises(ModelError) as caught:
-        load_hf(tmp_path, torch.float32, packed=False)
+        load_hf(tmp_path, torch.float32)
     assert message in str(caught.value)
 
 
@@ -173,14 +173,14 @@ def test_what_does_not_qualify_is_found_out_by_running_it(
 ) -> None:
     save_tiny(tmp_path, model_type, **options)
     with pytest.raises(ModelError) as caught:
-        load_hf(tmp_path, dtype, packed=False)
+        load_hf(tmp_path, dtype)
     assert message in str(caught.value)
 
 
 def test_rounding_is_no_reason_to_refuse_and_the_check_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
     # Twelve layers of large random weights make much of every rounding in bfloat16.
     reference = save_tiny(tmp_path, "gpt2", num_hidden_layers=12, initializer_range=0.4)
-    module = load_hf(tmp_path, torch.bfloat16, packed=False).module
+    module = load_hf(tmp_path, torch.bfloat16).module
     loaded = dict(module.named_parameters())
     assert {name: p.dtype for name, p in loaded.items()} == dict.fromkeys(loaded, torch.bfloat16)
     for name, parameter in reference.named_parameters():
@@ -239,6 +239,6 @@ def test_loading_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str], cap
     save_tiny(tmp_path / "model", "gpt2")
     capfd.readouterr()
     with caplog.at_level(logging.WARNING):
-        load_hf(tmp_path / "model", torch.float32, packed=False)
+        load_hf(tmp_path / "model", torch.float32)
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []

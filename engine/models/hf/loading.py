@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def load_hf(folder: Path, dtype: torch.dtype, *, packed: bool) -> HfModel:
-    """Loads the weights in `dtype`, packs its linear layers to 4 bits beside that if told to. Raises ModelError."""
+def load_hf(folder: Path, dtype: torch.dtype, *, bits: Literal[4, 8] | None = None) -> HfModel:
+    """Loads the weights in `dtype`, and packs its linear layers to so many bits if told to. Raises ModelError."""
     config = _config(folder)
     model_class = _model_class(config)
     context = _context_length(config)
@@ -37,8 +37,8 @@ def load_hf(folder: Path, dtype: torch.dtype, *, packed: bool) -> HfModel:
     module = _load(folder, config, model_class, dtype)
     model = HfModel(module, probe(module, context))
     check(module, model)
-    if packed:
-        log.info("%s: %d linear layers packed to 4 bits", folder.name, pack_linears(module))
+    if bits is not None:
+        log.info("%s: %d linear layers packed to %d bits", folder.name, pack_linears(module, bits), bits)
         _check_packed(module, context)
     return model
 
@@ -48,7 +48,7 @@ def _check_packed(module: PreTrainedModel, context: int) -> None:
     try:
         probe(module, context)
     except ModelError as error:
-        raise ModelError(f"{error}: with 4-bit weights. Set the dtype to bfloat16") from error
+        raise ModelError(f"{error}: with packed weights. Set the dtype to bfloat16") from error
 
 
 def _config(folder: Path) -> PretrainedConfig:

@@ -1,6 +1,8 @@
-"""4-bit weights for the linear layers of a transformers model, at each start: the file keeps what it has."""
+"""4-bit or 8-bit weights for the linear layers of a transformers model, at each start: the file keeps what it has."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,29 +23,32 @@ class _Packed(nn.Module):
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def pack_linears(module: PreTrainedModel) -> int:
+def pack_linears(module: PreTrainedModel, bits: Literal[4, 8]) -> int:
     """Replaces what can be packed, the head by 8-bit rows; gives the number of layers. Experts that are no linear
     layers of their own stay as they are."""
     head = module.get_output_embeddings()
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if (packed := _pack_head(child) if child is head else _pack(child)) is not None:
+            if (packed := _pack_head(child) if child is head else _pack(child, bits)) is not None:
                 setattr(parent, name, _Packed(packed))
                 count += 1
     return count
 
 
-def _pack(child: nn.Module) -> Linear | None:
+def _pack(child: nn.Module, bits: Literal[4, 8]) -> Linear | None:
     if type(child) not in (nn.Linear, Conv1D):
         return None
     dense, bias = child.get_parameter("weight").data, child.bias
     if type(child) is Conv1D:  # GPT-2's linear layer, [K, N]
         dense = dense.t().contiguous()
+    added = bias.data if isinstance(bias, torch.Tensor) else None
+    if bits == 8:
+        return Int8Linear(*int8.quantize_rows(dense), added)
     if not int4.fits(*dense.shape):
         return None
     packed, scale_zero = int4.pack(int4.quantize(dense))
-    return Int4Linear(packed, scale_zero, dense, bias.data if isinstance(bias, torch.Tensor) else None)
+    return Int4Linear(packed, scale_zero, dense, added)
 
 
 def _pack_head(head: nn.Module) -> Linear | None:
