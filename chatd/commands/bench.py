@@ -75,7 +75,7 @@ def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=_positive,
         default=[256],
         metavar="N",
-        help="tokens in a step; up to 16 read the packed 4-bit weights, more the dense ones (default: 256)",
+        help="tokens in a step; few read the packed 4-bit weights, more the dense ones (default: 256)",
     )
     add("--window", type=_positive, default=1024, metavar="N", help="tokens of context (default: 1024)")
     add("--tokens", type=_positive, default=8192, metavar="N", help="of the text (default: 8192)")
