@@ -68,7 +68,8 @@ class Backend:
             return
         self.draining.set()
         grace = self.settings.shutdown_grace_s
-        logger.info("shutting down: running answers get up to %g s; a second signal ends them at once", grace)
+        if self.slot.ready:
+            logger.info("shutting down: running answers get up to %g s; a second signal ends them at once", grace)
         self.engine.refuse()
         self.hub.announce_draining()
         calm: list[asyncio.Task[Any]] = [asyncio.create_task(self.engine.idle())]

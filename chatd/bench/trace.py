@@ -31,11 +31,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     nothing = np.empty(0, np.int32)
     try:
         with path.open(encoding="utf-8") as lines:
-            return [Request(as_tokens(json.loads(line)["hash_ids"]), nothing) for line in islice(lines, limit)]
+            requests = [Request(as_tokens(json.loads(line)["hash_ids"]), nothing) for line in islice(lines, limit)]
     except OSError as error:
         raise CommandFailed(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CommandFailed(f"{path} is no trace: every line must be a JSON object with hash_ids") from error
+    if not requests:
+        raise CommandFailed(f"{path} is empty")
+    return requests
 
 
 def make_conversations(conversations: int, turns: int, seed: int, active: int = 32) -> list[Request]:

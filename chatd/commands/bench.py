@@ -52,7 +52,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     cache.add_argument("--conversations", type=_positive, default=300, metavar="N", help="how many (default: 300)")
     cache.add_argument("--turns", type=_positive, default=8, metavar="N", help="at most, each (default: 8)")
-    cache.add_argument("--seed", type=int, default=0, help="of the made-up conversations (default: 0)")
+    cache.add_argument("--seed", type=_natural, default=0, help="of the made-up conversations (default: 0)")
     cache.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     cache.set_defaults(run=run_cache)
     _add_perplexity(parts)
@@ -139,10 +139,18 @@ def _print_perplexities(results: Iterable[Perplexity]) -> None:
         print(f"{line}{change:>+14.2%}{result.tokens_per_second:>10.0f}", flush=True)
 
 
+def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is less than {least}")
     return number
 
 

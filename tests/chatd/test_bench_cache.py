@@ -86,8 +86,17 @@ def test_a_missing_trace_is_said_in_one_line(tmp_path, capsys):
     assert "cannot be read: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--pages", "--requests", "--page-size"])
-def test_sizes_are_at_least_one(option, capsys):
+def test_an_empty_trace_is_said_in_one_line(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("")
+    assert main(["bench", "cache", str(path)]) == 1
+    assert capsys.readouterr().err == f"chatd: {path} is empty\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"), [("--pages", 0, 1), ("--requests", 0, 1), ("--page-size", 0, 1), ("--seed", -1, 0)]
+)
+def test_what_is_too_small_is_said(option, value, least, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "cache", option, "0"])
-    assert "less than 1" in capsys.readouterr().err
+        main(["bench", "cache", option, str(value)])
+    assert f"less than {least}" in capsys.readouterr().err
