@@ -120,11 +120,12 @@ class LocalEngine:
         self._intake.check_request(request)
         stream = EventStream(asyncio.get_running_loop())
         with self._lock:
+            number, self._numbers = self._numbers, self._numbers + request.n
+        choices = self._intake.choices(request, number)  # may take a while: not under the lock that every step takes
+        with self._lock:
             self._check_open()
             if request.id in self._streams:
                 raise InvalidRequest("a request of this id is running already")
-            choices = self._intake.choices(request, self._numbers)
-            self._numbers += request.n
             self._streams[request.id] = stream
             self._not_admitted.add(request.id)
             stream.put(Queued(request.id))

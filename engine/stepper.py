@@ -150,8 +150,7 @@ class Stepper:
         self._speculator.went(sequence, len(entry.drafts), kept)
 
     def _announce(self, sequence: Sequence) -> None:
-        lease = sequence.lease
-        miss = "" if lease is None or lease.miss is None else str(lease.miss)
+        miss = "" if sequence.lease is None else str(sequence.lease.miss)
         self._outbox.append(Admitted(sequence.request.id, sequence.prompt_tokens, sequence.cached_tokens, miss))
 
     def _report_progress(self, row: StepRow) -> None:

@@ -31,7 +31,7 @@ class Int8Linear:
         rows = x.float()
         peaks = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-30)
         rows = rows / peaks
-        low = torch.addcmul(rows, rows.mul(self._steps).round_(), rows.new_tensor(-1.0 / self._steps))
+        low = rows.sub(rows.mul(self._steps).round_(), alpha=1.0 / self._steps)
         both = torch.cat((rows, low.mul_(2 * self._steps)))
         y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             both, 1.0 / self._steps, self._steps + 1, self._packed

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
+from engine.json_file import read_json_object
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -43,7 +44,7 @@ class ChatAssets:
     @classmethod
     def load(cls, folder: Path) -> ChatAssets:
         """Reads what `save` wrote. Raises ModelError where a file is missing or broken."""
-        facts = _read_json(folder / CHAT_FILE)
+        facts = read_json_object(folder / CHAT_FILE)
         try:
             facts["eos_ids"] = tuple(facts["eos_ids"])
             return cls(tokenizer_json=(folder / TOKENIZER_FILE).read_text(encoding="utf-8"), **facts)
@@ -146,14 +147,4 @@ def _token_text(value: object) -> str | None:
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return value
+    return read_json_object(path) if path.exists() else {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.json_file import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,7 @@ class FolderSource:
 
     def config(self) -> dict[str, Any]:
         """The contents of config.json. Raises ModelError."""
-        path = self.path / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from None
-        if not isinstance(config, dict):
-            raise ModelError(f"{path} is not a JSON object")
-        return config
+        return read_json_object(self.path / "config.json")
 
     def digest(self) -> str:
         digest = hashlib.sha256()
