@@ -29,7 +29,6 @@ from engine.config import EngineConfig
 from engine.errors import EngineStopped, InvalidRequest, QueueFull
 from engine.intake import Intake
 from engine.runner import ModelRunner
-from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.speculation import Drafter, Speculator
 from engine.stepper import Stepper
@@ -88,7 +87,7 @@ class LocalEngine:
             self._scheduler,
             runner,
             Speculator(drafter, config.speculative_tokens),
-            Sampler(codec.vocabulary.bytes_of),
+            codec.vocabulary.bytes_of,
             self._intake,
             clock,
         )

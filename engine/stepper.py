@@ -12,7 +12,7 @@ from engine.api import Admitted, Event, Failed, Finished, FinishReason, Progress
 from engine.choices import Choices
 from engine.intake import Intake
 from engine.runner import ModelRunner
-from engine.sampling import NoCandidate, Sampled, Sampler, SamplerStep
+from engine.sampling import NoCandidate, Sampled, Sampler
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
 from engine.speculation import Speculator, verified
@@ -36,7 +36,7 @@ class _Sampling:
 class Stepper:
     """Takes requests, gives their events: every one ends with exactly one Finished or Failed. One thread.
 
-    steps: how many have been computed.
+    steps: how many have been computed. bytes_of: see `Sampler`.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Stepper:
         scheduler: Scheduler,
         runner: ModelRunner,
         speculator: Speculator,
-        sampler: Sampler,
+        bytes_of: Callable[[int], bytes],
         intake: Intake,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._speculator = speculator
-        self._sampler = sampler
+        self._bytes_of = bytes_of
         self._intake = intake
         self._clock = clock
         self._requests: dict[str, Choices] = {}
@@ -129,17 +129,17 @@ class Stepper:
         places = [place for entry in going_on for place in entry.places]
         if places != list(range(len(logits))):
             logits = logits[places]
-        step, first = self._sampler.open(logits), 0
+        sampler, first = Sampler(logits, self._bytes_of), 0
         for entry in going_on:
             if entry.sequence.request.id in self._requests:  # a choice that fails ends the others
-                self._verify(entry, step, first)
+                self._verify(entry, sampler, first)
             first += len(entry.places)
 
-    def _verify(self, entry: _Sampling, step: SamplerStep, first: int) -> None:
-        """Takes a token, and more where drafts are kept, from the rows of `step` that begin at `first`."""
+    def _verify(self, entry: _Sampling, sampler: Sampler, first: int) -> None:
+        """Takes a token, and more where drafts are kept, from the rows of `sampler` that begin at `first`."""
         sequence, kept = entry.sequence, 0
         sequence.drafted += len(entry.drafts)
-        for outcome, is_draft in verified(entry.drafts, lambda place: step.choose(first + place, sequence.sampling)):
+        for outcome, is_draft in verified(entry.drafts, lambda place: sampler.choose(first + place, sequence.sampling)):
             if kept:
                 self._scheduler.accepted(sequence)
             kept += is_draft

@@ -1,8 +1,7 @@
-"""The one call of a step: logits of all rows that sample, and their states, to tokens."""
+"""The logits of a step to tokens: each row by the state of the sequence that samples from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,26 +35,12 @@ class NoCandidate:
 
 
 class Sampler:
-    """Samples the rows of one step after another. Keeps nothing: all that lasts is in the states."""
-
-    def __init__(self, bytes_of: BytesOf) -> None:
-        """bytes_of: what a token adds to a text, told beside its log probability."""
-        self._bytes_of = bytes_of
-
-    def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | NoCandidate]:
-        """The next token for each row of logits [S, vocab] float32, which may be changed, by the row's own state."""
-        step = self.open(logits)
-        return [step.choose(place, state) for place, state in zip(range(len(logits)), states, strict=True)]
-
-    def open(self, logits: torch.Tensor) -> SamplerStep:
-        """For who samples the rows of logits [S, vocab] float32, which may be changed, one at a time."""
-        return SamplerStep(logits, self._bytes_of)
-
-
-class SamplerStep:
-    """The logits of one step. One argmax serves all rows; one that stays as it is and is greedy costs nothing more."""
+    """Samples from the logits of one step. One argmax serves all rows; one that stays as it is and is greedy costs
+    nothing more. Keeps nothing: all that lasts is in the states."""
 
     def __init__(self, logits: torch.Tensor, bytes_of: BytesOf) -> None:
+        """logits: [S, vocab] float32, which may be changed. bytes_of: what a token adds to a text, told beside its log
+        probability."""
         self._rows = logits.numpy()
         self._best = self._rows.argmax(-1)  # the place of a NaN where there is one
         self._usable = np.isfinite(self._rows[np.arange(len(self._best)), self._best])

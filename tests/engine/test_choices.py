@@ -26,7 +26,7 @@ from engine.api import (
 from engine.choices import choice_params
 from engine.errors import InvalidRequest, QueueFull
 from engine.local import LocalEngine
-from engine.sampling import NoCandidate, Sampled, SamplerStep, SamplingState
+from engine.sampling import NoCandidate, Sampled, Sampler, SamplingState
 from tests.engine.conftest import StartEngine
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
 from tests.support.generation import generate
@@ -216,16 +216,16 @@ async def test_an_abort_ends_all_choices(start_engine: StartEngine) -> None:
 async def test_a_choice_that_fails_fails_its_request_only(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, original = start_engine(), SamplerStep.choose
+    engine, original = start_engine(), Sampler.choose
     alone = await choose(engine, prompt(30), 2, seed=8, **LONG)
     doomed = itertools.count()
 
-    def broken(self: SamplerStep, place: int, state: SamplingState) -> Sampled | NoCandidate:
+    def broken(self: Sampler, place: int, state: SamplingState) -> Sampled | NoCandidate:
         if state.params.min_p and next(doomed) == 9:  # the second choice of four, in their third step
             return NoCandidate("nothing")
         return original(self, place, state)
 
-    monkeypatch.setattr(SamplerStep, "choose", broken)
+    monkeypatch.setattr(Sampler, "choose", broken)
     failed, beside = await asyncio.gather(
         choose(engine, prompt(20), 4, min_p=0.5, **LONG), choose(engine, prompt(30), 2, seed=8, **LONG)
     )
@@ -238,15 +238,15 @@ async def test_a_choice_that_fails_fails_its_request_only(
 async def test_a_sampler_that_changes_logits_changes_its_own(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, original = start_engine(), SamplerStep.choose
+    engine, original = start_engine(), Sampler.choose
     expected = await choose(engine, prompt(20), 3, seed=1, **LONG)
 
-    def spoiling(self: SamplerStep, place: int, state: SamplingState) -> Sampled | NoCandidate:
+    def spoiling(self: Sampler, place: int, state: SamplingState) -> Sampled | NoCandidate:
         outcome = original(self, place, state)
         self._rows[place].fill(float("nan"))
         return outcome
 
-    monkeypatch.setattr(SamplerStep, "choose", spoiling)
+    monkeypatch.setattr(Sampler, "choose", spoiling)
     assert (await choose(engine, prompt(20), 3, seed=1, **LONG)).ids == expected.ids
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.api import SampledLogprob, SamplingParams, TokenLogprob
-from engine.sampling import Sampled, Sampler, SamplingState
+from engine.sampling import Sampled, SamplingState
+from tests.support.sampling import sample
 
 STEPS = 4
 
@@ -28,13 +29,14 @@ KINDS = [
 
 def run(vocab: int, members: list[int]) -> dict[int, list[Sampled]]:
     """What the sequences `members`, in this order in one batch, give in STEPS steps. Logits depend on the member."""
-    sampler = Sampler(lambda token: bytes([token % 256]))
     prompts = [np.arange(member, member + 40, dtype=np.int32) for member in members]
     states = [SamplingState(KINDS[m], frozenset({0}), p) for m, p in zip(members, prompts, strict=True)]
     output: dict[int, list[Sampled]] = {member: [] for member in members}
     for step in range(STEPS):
         rows = [torch.randn(vocab, generator=torch.Generator().manual_seed(97 * m + step)) * 2 for m in members]
-        for member, outcome in zip(members, sampler.sample(torch.stack(rows), states), strict=True):
+        for member, outcome in zip(
+            members, sample(torch.stack(rows), states, lambda token: bytes([token % 256])), strict=True
+        ):
             assert isinstance(outcome, Sampled)
             output[member].append(outcome)
     return output
@@ -52,7 +54,7 @@ def test_a_batch_of_greedy_rows_is_one_argmax() -> None:
     states = [SamplingState(SamplingParams(temperature=0.0), frozenset(), np.ones(1, np.int32)) for _ in range(8)]
     expected = [Sampled(token) for token in rows.argmax(-1).tolist()]
     before = rows.clone()
-    assert Sampler(lambda _: b"").sample(rows, states) == expected
+    assert sample(rows, states, lambda _: b"") == expected
     assert torch.equal(rows, before)
 
 
@@ -65,7 +67,7 @@ def test_logprobs_are_those_of_the_raw_logits(params: SamplingParams, top: int) 
     rows = torch.randn(1, 100, generator=torch.Generator().manual_seed(4)) * 3
     expected = rows[0].double().log_softmax(-1)
     state = SamplingState(replace(params, logprobs=top), frozenset(), np.ones(1, np.int32))
-    [outcome] = Sampler(lambda token: bytes([token])).sample(rows.clone(), [state])
+    [outcome] = sample(rows.clone(), [state], lambda token: bytes([token]))
     assert isinstance(outcome, Sampled)
     told = outcome.logprob
     assert told is not None
@@ -85,7 +87,7 @@ def test_logprobs_are_those_of_the_raw_logits(params: SamplingParams, top: int) 
 )
 def test_logprobs_are_finite(logits: list[float], top: list[int]) -> None:
     state = SamplingState(SamplingParams(temperature=0.0, logprobs=20), frozenset(), np.ones(1, np.int32))
-    [outcome] = Sampler(lambda _: b"").sample(torch.tensor([logits]), [state])
+    [outcome] = sample(torch.tensor([logits]), [state], lambda _: b"")
     assert isinstance(outcome, Sampled)
     assert isinstance(outcome.logprob, SampledLogprob)
     assert [entry.id for entry in outcome.logprob.top] == top

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from engine.api import SamplingParams
-from engine.sampling import NoCandidate, Sampled, Sampler, SamplingState
+from engine.sampling import NoCandidate, Sampled, SamplingState
 from engine.sampling.draw import SHORTLIST, candidates, draw
+from tests.support.sampling import sample
 
 NO_EOS: frozenset[int] = frozenset()
 PROMPT = np.array([1], dtype=np.int32)
@@ -32,14 +33,14 @@ def state(params: SamplingParams, eos: Iterable[int] = (), prompt: np.ndarray = 
     return SamplingState(params, frozenset(eos), prompt)
 
 
-def sampler() -> Sampler:
-    return Sampler(lambda token: bytes([token % 256]))
+def bytes_of(token: int) -> bytes:
+    return bytes([token % 256])
 
 
 def draws(params: SamplingParams, logits: list[float], count: int, eos: Iterable[int] = ()) -> list[int]:
     """`count` tokens of one sequence whose logits never change."""
     sequence = state(params, eos)
-    outcomes = [sampler().sample(torch.tensor([logits]), [sequence])[0] for _ in range(count)]
+    outcomes = [sample(torch.tensor([logits]), [sequence], bytes_of)[0] for _ in range(count)]
     assert all(isinstance(outcome, Sampled) for outcome in outcomes), outcomes
     return [outcome.token for outcome in outcomes if isinstance(outcome, Sampled)]
 
@@ -123,7 +124,7 @@ def test_what_is_added_to_the_logits(params: dict[str, object], output: list[int
 
 def test_an_extreme_repetition_penalty_leaves_finite_logits() -> None:
     sequence = state(SamplingParams(temperature=0.0, repetition_penalty=0.01))
-    outcome = sampler().sample(torch.tensor([[1.0, 3e38, 3.0]]), [sequence])
+    outcome = sample(torch.tensor([[1.0, 3e38, 3.0]]), [sequence], bytes_of)
     assert outcome == [Sampled(1)]
 
 
@@ -244,7 +245,7 @@ def test_useless_logits_fail_their_row_alone(
     rows = torch.tensor([[1.0, 2.0, 0.0], logits, [5.0, 2.0, 0.0]])
     greedy = SamplingParams(temperature=0.0)
     states = [state(greedy), state(SamplingParams(**params, **more)), state(greedy)]  # type: ignore[arg-type]
-    first, broken, last = sampler().sample(rows, states)
+    first, broken, last = sample(rows, states, bytes_of)
     assert (first, last) == (Sampled(1), Sampled(0))
     assert isinstance(broken, NoCandidate)
     assert broken.reason

@@ -13,8 +13,9 @@ import torch
 
 from engine.api import Grammar, SamplingParams
 from engine.errors import InvalidRequest
-from engine.sampling import GrammarCompiler, NoCandidate, Sampled, Sampler, SamplingState
+from engine.sampling import GrammarCompiler, NoCandidate, Sampled, SamplingState
 from engine.text import ChatAssets, Codec
+from tests.support.sampling import sample
 from tests.support.tiny_models import ascii_tokenizer
 
 PROMPT = np.array([5], dtype=np.int32)
@@ -57,7 +58,7 @@ def run(codec: Codec, compiler: GrammarCompiler, params: SamplingParams, steps: 
     state = SamplingState(params, codec.eos_ids, PROMPT, compiler.matcher(params.grammar))
     ids: list[int] = []
     while len(ids) < steps and not state.ended:
-        [outcome] = Sampler(codec.vocabulary.bytes_of).sample(logits(codec, len(ids)), [state])
+        [outcome] = sample(logits(codec, len(ids)), [state], codec.vocabulary.bytes_of)
         assert isinstance(outcome, Sampled), outcome
         ids.append(outcome.token)
     return ids
@@ -148,7 +149,7 @@ def test_greedy_beside_masked_rows_has_no_nan(codec: Codec, compiler: GrammarCom
     for step in range(8):
         rows = torch.cat([logits(codec, 3 * step + place) for place in range(3)])
         best = rows.argmax(-1).tolist()
-        first, between, last = Sampler(codec.vocabulary.bytes_of).sample(rows, states)
+        first, between, last = sample(rows, states, codec.vocabulary.bytes_of)
         for outcome in (first, between, last):
             assert isinstance(outcome, Sampled)
             assert outcome.logprob is not None
@@ -165,7 +166,7 @@ def test_a_grammar_that_is_lost_fails_its_row_alone(codec: Codec, compiler: Gram
     lost = SamplingState(SamplingParams(grammar=JSON_SCHEMA), codec.eos_ids, PROMPT, compiler.matcher(JSON_SCHEMA))
     lost.advance(codec.encode("x").tolist()[0])
     greedy = SamplingState(SamplingParams(temperature=0.0), codec.eos_ids, PROMPT)
-    broken, well = Sampler(codec.vocabulary.bytes_of).sample(torch.cat([logits(codec, 1)] * 2), [lost, greedy])
+    broken, well = sample(torch.cat([logits(codec, 1)] * 2), [lost, greedy], codec.vocabulary.bytes_of)
     assert isinstance(broken, NoCandidate)
     assert isinstance(well, Sampled)
 
