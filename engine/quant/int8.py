@@ -3,8 +3,8 @@
     x[r] / peak = high + low / (2 * steps)        high in steps of 1 / steps, low of what it leaves
     y[r] = peak * (high @ w + low @ w / (2 * steps)),   peak = max |x[r]|
 
-8 bits alone cost 2 to 3 % of perplexity (docs/performance.md). Reading the weights is the cost, so the second row is nearly
-free. A row's scale is its own: no row depends on the others of a step.
+8 bits alone cost 2 to 3 % of perplexity (docs/performance.md). Reading the weights is the cost, so the second row is
+nearly free. A row's scale is its own: no row depends on the others of a step.
 """
 
 from __future__ import annotations
