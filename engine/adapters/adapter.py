@@ -33,7 +33,7 @@ class LowRank:
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the update of the inputs x [rows, K] to the outputs y [rows, N] in place."""
-        h = F.linear(x, self.down)
+        h = F.linear(x.to(self.down.dtype), self.down)
         for part in self.parts:
             y[:, part.columns].addmm_(h[:, part.ranks], part.up)
 

@@ -39,9 +39,9 @@ class Adapters:
         return self._groups
 
     def adapt(self, name: str, linear: Linear, dtype: torch.dtype) -> Linear:
-        """`linear` itself where no adapter changes the layer of this name. dtype: that of its input and output."""
+        """`linear` itself where no adapter changes the layer of this name. dtype: of its output and of the updates."""
         updates = {a.name: a.updates[name].to(dtype) for a in self._adapters if name in a.updates}
-        return _AdaptedLinear(linear, updates, self) if updates else linear
+        return _AdaptedLinear(linear, updates, dtype, self) if updates else linear
 
     def plan(self, spans: Iterable[tuple[str | None, int]]) -> None:
         """Says for the next step whose its rows are: (adapter or None, number of rows), from the first row on."""
@@ -67,13 +67,14 @@ def _group(adapter: str, spans: list[tuple[int, int]]) -> RowGroup:
 class _AdaptedLinear:
     """A linear layer and what each adapter adds to its rows."""
 
-    def __init__(self, linear: Linear, updates: dict[str, LowRank], step: Adapters) -> None:
+    def __init__(self, linear: Linear, updates: dict[str, LowRank], dtype: torch.dtype, step: Adapters) -> None:
         self._linear = linear
         self._updates = updates
+        self._dtype = dtype
         self._step = step
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._linear(x)
+        y = self._linear(x).to(self._dtype)
         for group in self._step.groups:
             if (update := self._updates.get(group.adapter)) is None:
                 continue

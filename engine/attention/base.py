@@ -75,7 +75,8 @@ class AttentionBackend(Protocol):
         ...
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Stores k and v ([T, Hkv, D], after RoPE) and attends causally with q ([T, Hq, D]); gives [T, Hq, D].
+        """Stores k and v ([T, Hkv, D], after RoPE) and attends causally with q ([T, Hq, D]); gives [T, Hq, D], in the
+        dtype in which it attends.
 
         After the last layer, the pages of every row hold K and V of all its tokens.
         """

@@ -17,6 +17,7 @@ from engine.adapters.batch import Adapters
 from engine.attention import AttentionBackend, LayerAttention
 from engine.models.base import ModelSpec
 from engine.models.config import DecoderConfig
+from engine.models.rms_norm import RmsNorm
 from engine.quant import DenseLinear, Linear
 from engine.quant.linear import load_linear
 
@@ -24,12 +25,12 @@ from engine.quant.linear import load_linear
 @dataclass(frozen=True, slots=True)
 class _Layer:
     rotary: bool
-    attention_norm: torch.Tensor
+    attention_norm: RmsNorm
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
     out: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: RmsNorm
     gate_up: Linear
     down: Linear
 
@@ -45,7 +46,7 @@ class Decoder:
         packed = any(name.endswith(".int8") for name in tensors)
         self._adapters = adapters or Adapters()
         self._dtype = torch.float32 if packed else self._embedding.dtype
-        self._norm = tensors["norm"].to(self._dtype)
+        self._norm = RmsNorm(tensors["norm"], config.rms_eps)
         tied = "lm_head.weight" not in tensors and "lm_head.int8" not in tensors
         self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head")
         self._layers = tuple(self._layer(tensors, i) for i in range(config.num_layers))
@@ -66,14 +67,13 @@ class Decoder:
         x = F.embedding(tokens, self._embedding).to(self._dtype)
         rotations = self._rotations[positions][:, None]
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer, self._normed(x, layer.attention_norm), rotations)
-            attended = attention.run(index, q, k, v).reshape(len(tokens), -1)
-            x = x + layer.out(attended)
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            q, k, v = self._project(layer, layer.attention_norm(x), rotations)
+            x.add_(layer.out(attention.run(index, q, k, v).flatten(1)))
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            x.add_(layer.down(F.silu(gate).mul_(up)))
         if len(logit_rows) == 0:
             return torch.empty((0, self.config.vocab_size))
-        return self._head(self._normed(x[logit_rows], self._norm)).float()
+        return self._head(self._norm(x[logit_rows])).float()
 
     def _project(
         self, layer: _Layer, x: torch.Tensor, rotations: torch.Tensor
@@ -83,21 +83,18 @@ class Decoder:
         rotated, v = heads[:, : -c.num_kv_heads], heads[:, -c.num_kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rotated[:, : c.num_heads], rotated[:, c.num_heads :]
-            rotated = torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), dim=1)
+            rotated = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
         if not layer.rotary:
             return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
         pairs = torch.view_as_complex(rotated.float().reshape(*rotated.shape[:2], -1, 2))
         rotated = torch.view_as_real(pairs * rotations).flatten(2).to(x.dtype)
         return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
 
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
-
     def _layer(self, tensors: Mapping[str, torch.Tensor], index: int) -> _Layer:
         prefix = f"layers.{index}."
 
-        def norm(name: str) -> torch.Tensor:
-            return tensors[prefix + name].to(self._dtype)
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(tensors[prefix + name], self.config.rms_eps)
 
         def linear(name: str) -> Linear:
             return self._adapters.adapt(prefix + name, load_linear(tensors, prefix + name), self._dtype)

@@ -19,19 +19,19 @@ MOST_PACKED_ROWS = 16
 
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, K] to [rows, N]."""
+        """[rows, K] in any float type to [rows, N] in the type of the layer's products."""
         ...
 
 
 class DenseLinear:
-    """One dense weight [N, K]; x is cast to its dtype and the result to x's."""
+    """One dense weight [N, K], in whose type it computes."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
 class Int4Linear:
@@ -51,10 +51,8 @@ class Int4Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > self._few:
             return self._dense(x)
-        y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self._packed, int4.GROUP, self._scale_zero).to(
-            x.dtype
-        )
-        return y if self._bias is None else y + self._bias.to(x.dtype)
+        y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self._packed, int4.GROUP, self._scale_zero)
+        return y if self._bias is None else y.add_(self._bias)
 
 
 def load_linear(tensors: Mapping[str, torch.Tensor], name: str) -> Linear:

@@ -208,7 +208,7 @@ def test_a_pool_takes_the_bytes_that_its_shape_says(dtype: torch.dtype) -> None:
     assert sum(tensor.nbytes for tensor in held) == shape.num_pages * shape.page_bytes
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.int8, 0.05)], ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.03), (torch.int8, 0.05)], ids=str)
 def test_logits_stay_close_to_those_of_float32(
     dtype: torch.dtype, bound: float, tiny: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:

@@ -58,4 +58,5 @@ def _attention(
     layer: Any = getattr(module, "layer_idx", None)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     extras["attention_mask"] = attention_mask
-    return chatd_attend(layer, q, k, v, LayerAttention(sliding_window, softcap, scaling), extras)[None], None
+    attended = chatd_attend(layer, q, k, v, LayerAttention(sliding_window, softcap, scaling), extras)
+    return attended[None].to(query.dtype), None

@@ -1,0 +1,149 @@
+"""Contiguous working copies of the keys and values of running sequences, side by side: one product serves many.
+
+Gathering a sequence from its pages in every layer of every step would cost more than attending to it. So each running
+sequence has a place in a room: a block of places of one size, each a head-major copy of one sequence's keys and values.
+Sequences of about the same length share a room; one that outgrows its place moves to a room of larger places, so at
+most a third of a place is empty.
+
+    room.kv  [layers, 2, places, kv_heads, size, head_dim]        2: keys, values
+
+What is behind the end of a sequence may be anything finite: it is multiplied, by a probability of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import KVShape
+
+_SMALLEST = 256
+
+
+class Room:
+    """Places of `size` tokens. It grows by doubling; its memory is only touched as far as places are filled."""
+
+    def __init__(self, shape: KVShape, dtype: torch.dtype, size: int) -> None:
+        self.size = size
+        self._shape = shape
+        self._dtype = dtype
+        self._copies: list[WorkingCopy | None] = [None]
+        self.kv = self._zeros()
+
+    @property
+    def empty(self) -> bool:
+        return not any(self._copies)
+
+    def take(self) -> WorkingCopy:
+        """The first free place."""
+        if None not in self._copies:
+            self._double()
+        place = self._copies.index(None)
+        self._copies[place] = copy = WorkingCopy(self, place)
+        return copy
+
+    def leave(self, copy: WorkingCopy) -> None:
+        if copy.tainted:
+            copy.kv[..., : copy.length, :] = 0
+        self._copies[copy.place] = None
+
+    def _double(self) -> None:
+        old = self.kv
+        self._copies += [None] * len(self._copies)
+        self.kv = self._zeros()
+        for copy in filter(None, self._copies):
+            self.kv[:, :, copy.place, :, : copy.length] = old[:, :, copy.place, :, : copy.length]
+
+    def _zeros(self) -> torch.Tensor:
+        """Zeros that take no memory yet: numpy leaves them to the system, torch would write them."""
+        shape = self._shape
+        sizes = (shape.num_layers, 2, len(self._copies), shape.num_kv_heads, self.size, shape.head_dim)
+        return torch.from_numpy(np.zeros(sizes, dtype=f"i{self._dtype.itemsize}")).view(self._dtype)
+
+
+@dataclass(slots=True, eq=False)
+class WorkingCopy:
+    """The place of one sequence. length: the tokens that it holds. tainted: some of them may not be finite."""
+
+    room: Room
+    place: int
+    length: int = 0
+    tainted: bool = False
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """[2, layers, kv_heads, size, head_dim], as pools have it; good until the next `reserve` or `make`."""
+        return self.room.kv[:, :, self.place].transpose(0, 1)
+
+
+class WorkingCopies:
+    """The copies of all running sequences. dtype: of their elements."""
+
+    def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._rooms: dict[int, Room] = {}
+        self._copies: dict[int, WorkingCopy] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._copies
+
+    def __getitem__(self, sequence: int) -> WorkingCopy:
+        return self._copies[sequence]
+
+    def make(self, sequence: int, tokens: int) -> WorkingCopy:
+        """An empty copy with room for so many tokens."""
+        copy = self._copies[sequence] = self._room(tokens).take()
+        return copy
+
+    def reserve(self, sequence: int, tokens: int) -> WorkingCopy:
+        """The copy of a sequence, with room for so many tokens: it moves if it must."""
+        copy = self._copies[sequence]
+        if tokens <= copy.room.size:
+            return copy
+        return self._move(sequence, copy, tokens)
+
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        """`target`, a new sequence, holds the first `tokens` tokens of `source`."""
+        original = self._copies[source]
+        copy = self.make(target, max(tokens, 1))
+        copy.kv[..., :tokens, :] = original.kv[..., :tokens, :]
+        copy.length, copy.tainted = tokens, original.tainted
+
+    def drop(self, sequence: int) -> None:
+        """Unknown numbers are ignored."""
+        if (copy := self._copies.pop(sequence, None)) is not None:
+            self._leave(copy)
+
+    def _move(self, sequence: int, copy: WorkingCopy, tokens: int) -> WorkingCopy:
+        larger = self._copies[sequence] = self._room(tokens).take()
+        larger.kv[..., : copy.length, :] = copy.kv[..., : copy.length, :]
+        larger.length, larger.tainted = copy.length, copy.tainted
+        self._leave(copy)
+        return larger
+
+    def _leave(self, copy: WorkingCopy) -> None:
+        copy.room.leave(copy)
+        if copy.room.empty:
+            del self._rooms[copy.room.size]
+
+    def _room(self, tokens: int) -> Room:
+        size = next(size for size in _sizes() if size >= tokens)
+        if (room := self._rooms.get(size)) is None:
+            room = self._rooms[size] = Room(self._shape, self._dtype, size)
+        return room
+
+
+def _sizes() -> Iterator[int]:
+    """256, 384, 512, 768, 1024, ..."""
+    size = _SMALLEST
+    while True:
+        yield size
+        yield size + size // 2
+        size *= 2
