@@ -23,7 +23,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 @dataclass
 class Text:
-    """Made-up keys and values of one sequence, [layers, tokens, KV_HEADS, HEAD_DIM]; the first `computed` are in use."""
+    """Keys and values of one sequence, [layers, tokens, KV_HEADS, HEAD_DIM]; the first `computed` are in use."""
 
     k: torch.Tensor
     v: torch.Tensor
