@@ -31,13 +31,13 @@ def factor(text: str) -> float:
 
 
 def server_url(text: str) -> str:
-    """An http or https address, without /v1 and the slash at its end."""
+    """An http or https address, without /v1 and the slash at its end. It is shown in reports, so it has no password."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
     except ValueError:
         usable = False
-    if not usable or parts.query or parts.fragment:
+    if not usable or parts.query or parts.fragment or "@" in parts.netloc:
         raise ArgumentTypeError(f"{text} is no address of a server, such as http://127.0.0.1:8000")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 

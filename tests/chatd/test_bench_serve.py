@@ -118,7 +118,7 @@ def test_failed_requests_are_told_and_left_out(
     assert len(server.bodies[-1]["messages"]) == 6  # the system prompt, two whole turns, and the question
 
 
-def test_when_all_requests_fail(tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_all_requests_fail(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer(refuse=lambda number: 503 if number else None)
     options = ["--sessions", 2, "--turns", 2, "--questions", questions]
     assert bench("serve", server, *options) == 1
@@ -127,7 +127,18 @@ def test_when_all_requests_fail(tmp_path: Path, questions: Path, capsys: pytest.
     assert told.err.splitlines()[-1] == "chatd: all 4 requests failed: HTTP 503: refused with 503"
 
 
-def test_a_server_that_stops_early(tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written_is_shown(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("Linux only")
+    options = ["--sessions", 1, "--turns", 1, "--questions", questions]
+    assert bench("serve", FakeServer(), *options, "--markdown", full) == 1
+    told = capsys.readouterr()
+    assert told.err == "chatd: /dev/full cannot be written: No space left on device\n"
+    assert "over all" in told.out
+
+
+def test_a_server_that_stops_early(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer(lengths=lambda wanted: min(wanted, 3), usage=False)
     assert bench("serve", server, "--sessions", 1, "--turns", 2, "--questions", questions) == 0
     out = capsys.readouterr().out
@@ -226,6 +237,7 @@ def test_nobody_there(part: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--url", "localhost:8000"], "localhost:8000 is no address of a server"),
         (["serve", "--url", "http://host:port"], "http://host:port is no address of a server"),
         (["serve", "--url", "http://h?x=1"], "is no address of a server"),
+        (["serve", "--url", "http://user:word@h"], "is no address of a server"),
         (["serve", "--api-key", "clé"], "argument --api-key: a key has printable ASCII characters only"),
         (["serve", "--json", "/nowhere/x.json"], "/nowhere/x.json cannot be written: no such folder"),
         (["serve", "--markdown", "/tmp"], "/tmp cannot be written: a folder"),

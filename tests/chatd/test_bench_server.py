@@ -97,6 +97,7 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_signal_during_the_start_ends_the_server(models_dir: Path) -> None:
     command = [sys.executable, "-m", "chatd", "bench", "serve", "--models-dir", str(models_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
