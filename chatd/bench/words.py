@@ -28,7 +28,7 @@ paper space ground form event matter center couple site project activity star ta
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Makes prompts of random words; no two have a beginning in common but the opening of the chat template.
+    """Makes prompts of random words, which have only the opening of the chat template in common, and a word by chance.
 
     overhead: tokens of a prompt without words. system: whether the first words stand in a system message, because a
     template may put a text of its own before a conversation without one.
@@ -87,8 +87,10 @@ async def _count(client: ChatClient, words: Sequence[str], system: bool) -> int:
 def _messages(words: Sequence[str], system: bool) -> list[Message]:
     if not system:
         return [{"role": "user", "content": _text(words)}]
-    cut = min(_SYSTEM_WORDS, len(words) // 2)
-    return [{"role": "system", "content": _text(words[:cut])}, {"role": "user", "content": _text(words[cut:])}]
+    return [
+        {"role": "system", "content": _text(words[:_SYSTEM_WORDS])},
+        {"role": "user", "content": _text(words[_SYSTEM_WORDS:])},
+    ]
 
 
 def _text(words: Sequence[str]) -> str:

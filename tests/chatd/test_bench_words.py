@@ -43,7 +43,8 @@ async def test_a_tokenizer_that_needs_no_halving_is_asked_twice() -> None:
 async def test_a_prompt_shorter_than_the_template_is_refused() -> None:
     prompts = await found(FakeServer())
     least = prompts.overhead + 1
-    assert prompts.of_length(least, Random(1))
+    system, user = prompts.of_length(least, Random(1))
+    assert (len(system["content"].split()), user["content"]) == (2, "Words:")
     with pytest.raises(CommandFailed, match=f"has more than {least - 1} tokens"):
         prompts.of_length(least - 1, Random(1))
 
