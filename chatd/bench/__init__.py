@@ -1,1 +1,1 @@
-"""Measurements that need no server and no model: loads, replays, figures."""
+"""Measurements: of the cache and the model alone, and of servers under load."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
+from tqdm import tqdm
 
 from cache import OutOfPages, PagePool, PolicyName, PrefixCache
 from chatd.bench.trace import Request, shared_tokens
@@ -42,16 +43,17 @@ def replay(
     policy: PolicyName,
     pages: int,
     page_size: int,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> Replay:
-    """One request after the other, each stored as a whole. One that the pool cannot hold is refused and left out."""
+    """One request after the other, each stored as a whole. One that the pool cannot hold is refused and left out.
+
+    Draws a progress bar where stderr is a terminal.
+    """
     cache = PrefixCache(PagePool(pages, page_size), policy, max_event_pages=0)
     shared = shared_tokens(requests)
     shared -= shared % page_size
     acquire = commit = evict = 0.0
     refused = beyond_asked = beyond_found = 0
-    for number, request in enumerate(requests, 1):
-        progress(number)
+    for request in tqdm(requests, desc=f"{policy}, {pages} pages", leave=False, disable=None):
         tokens = np.concatenate((request.prompt, request.answer))
         evicted = cache.stats.evicted_pages
         start = perf_counter()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cache import PolicyName
 from chatd.bench.cache_replay import Replay, replay
-from chatd.bench.trace import Request, make_conversations, read_trace
+from chatd.bench.trace import make_conversations, read_trace
+from chatd.commands import bench_scenarios, bench_serve, bench_turns
+from chatd.commands.arguments import natural, positive
 from chatd.commands.options import add_settings, settings_of
 from chatd.failure import CommandFailed
 from engine.config import KVDtype, WeightsDtype
@@ -44,18 +45,20 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--policy", nargs="+", choices=get_args(PolicyName), default=["lru"], help="eviction policies (default: lru)"
     )
     cache.add_argument(
-        "--pages", nargs="+", type=_positive, default=PAGES, metavar="N", help="pool sizes (default: 1000 to 50000)"
+        "--pages", nargs="+", type=positive, default=PAGES, metavar="N", help="pool sizes (default: 1000 to 50000)"
     )
-    cache.add_argument("--requests", type=_positive, metavar="N", help="only the first N requests (default: all)")
+    cache.add_argument("--requests", type=positive, metavar="N", help="only the first N requests (default: all)")
     cache.add_argument(
-        "--page-size", type=_positive, default=16, metavar="N", help="tokens, for made-up conversations (default: 16)"
+        "--page-size", type=positive, default=16, metavar="N", help="tokens, for made-up conversations (default: 16)"
     )
-    cache.add_argument("--conversations", type=_positive, default=300, metavar="N", help="how many (default: 300)")
-    cache.add_argument("--turns", type=_positive, default=8, metavar="N", help="at most, each (default: 8)")
-    cache.add_argument("--seed", type=_natural, default=0, help="of the made-up conversations (default: 0)")
+    cache.add_argument("--conversations", type=positive, default=300, metavar="N", help="how many (default: 300)")
+    cache.add_argument("--turns", type=positive, default=8, metavar="N", help="at most, each (default: 8)")
+    cache.add_argument("--seed", type=natural, default=0, help="of the made-up conversations (default: 0)")
     cache.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     cache.set_defaults(run=run_cache)
     _add_perplexity(parts)
+    for part in (bench_serve, bench_scenarios, bench_turns):
+        part.add_parser(parts)
 
 
 def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -72,13 +75,13 @@ def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
     add(
         "--rows",
         nargs="+",
-        type=_positive,
+        type=positive,
         default=[256],
         metavar="N",
         help="tokens in a step; few read the packed 4-bit weights, more the dense ones (default: 256)",
     )
-    add("--window", type=_positive, default=1024, metavar="N", help="tokens of context (default: 1024)")
-    add("--tokens", type=_positive, default=8192, metavar="N", help="of the text (default: 8192)")
+    add("--window", type=positive, default=1024, metavar="N", help="tokens of context (default: 1024)")
+    add("--tokens", type=positive, default=8192, metavar="N", help="of the text (default: 8192)")
     add("--json", action="store_true", help="print a JSON array instead of a table")
     parser.set_defaults(run=run_perplexity)
 
@@ -89,11 +92,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
     else:
         made_up = make_conversations(arguments.conversations, arguments.turns, arguments.seed)
         requests, page_size = made_up[: arguments.requests], arguments.page_size
-    results = [
-        replay(requests, policy, pages, page_size, _progress(f"{policy}, {pages} pages", requests))
-        for policy in arguments.policy
-        for pages in arguments.pages
-    ]
+    results = [replay(requests, policy, pages, page_size) for policy in arguments.policy for pages in arguments.pages]
     if arguments.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
@@ -137,32 +136,6 @@ def _print_perplexities(results: Iterable[Perplexity]) -> None:
         change = result.perplexity / first.perplexity - 1
         line = f"{result.weights:<10}{result.kv:<10}{result.rows:>6}{result.scored:>9}{result.perplexity:>12.4f}"
         print(f"{line}{change:>+14.2%}{result.tokens_per_second:>10.0f}", flush=True)
-
-
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    number = int(text)
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{number} is less than {least}")
-    return number
-
-
-def _progress(what: str, requests: Sequence[Request]) -> Callable[[int], None]:
-    """Redraws one line for people; silent where nobody watches."""
-
-    def draw(done: int) -> None:
-        if done % 500 == 0 or done == len(requests):
-            end = "\r\033[K" if done == len(requests) else ""
-            print(f"\r{what}: {done} of {len(requests)}{end}", end="", file=sys.stderr, flush=True)
-
-    return draw if sys.stderr.isatty() else lambda done: None
 
 
 def _table(results: Sequence[Replay]) -> str:

@@ -28,6 +28,20 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return load_settings(flags, arguments.config)
 
 
+def flags_of(settings: Settings, names: Iterable[str]) -> list[str]:
+    """Flags that give another process these settings; those that are not set are left out."""
+    flags: list[str] = []
+    for name in names:
+        flag, value = "--" + name.replace("_", "-"), getattr(settings, name)
+        if isinstance(value, bool):
+            flags.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, tuple):
+            flags += [f"{flag}={item.name}={item.path}" for item in value]
+        elif value is not None:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
 def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
     flag = "--" + name.replace("_", "-")
     text = f"{field.description} (default: {_default_text(field)})".replace("%", "%%")
