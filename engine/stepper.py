@@ -127,7 +127,7 @@ class Stepper:
                 self._finish(entry.sequence, "length")
         going_on = [entry for entry in sampling if not entry.sequence.full]
         places = [place for entry in going_on for place in entry.places]
-        if places != list(range(len(logits))):
+        if len(places) != logits.shape[0] or places != list(range(len(places))):
             logits = logits[places]
         sampler, first = Sampler(logits, self._bytes_of), 0
         for entry in going_on:
