@@ -138,6 +138,9 @@ class Stepper:
     def _verify(self, entry: _Sampling, sampler: Sampler, first: int) -> None:
         """Takes a token, and more where drafts are kept, from the rows of `sampler` that begin at `first`."""
         sequence, kept = entry.sequence, 0
+        if not entry.drafts:
+            self._take(sequence, sampler.choose(first, sequence.sampling))
+            return
         sequence.drafted += len(entry.drafts)
         for outcome, is_draft in verified(entry.drafts, lambda place: sampler.choose(first + place, sequence.sampling)):
             if kept:
