@@ -67,6 +67,14 @@ async def test_opening_again_keeps_everything(open_rig: OpenRig) -> None:
     assert await rig.texts(session) == [("user", "hello", "complete"), ("assistant", "there", "complete")]
 
 
+async def test_a_schema_that_is_the_newest_is_not_migrated(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await open_rig()
+    await rig.close()
+    monkeypatch.setattr(command, "upgrade", lambda *_: pytest.fail("migrated"))
+    rig = await open_rig()
+    await rig.store.ping()
+
+
 async def test_a_schema_of_a_newer_program_is_refused(open_rig: OpenRig, database_url: str) -> None:
     rig = await open_rig()
     async with rig.store.write() as db:
