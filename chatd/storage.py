@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from chatd.failure import CommandFailed
 from chatd.settings import Settings
 from sessions import SessionsError, Store
+from sessions.migrate import current_revision
 
 
 def plain_url(url: str) -> str:
@@ -35,3 +39,21 @@ async def open_store(settings: Settings) -> Store:
     except SQLAlchemyError as error:
         cause = str(getattr(error, "orig", None) or error).splitlines()[0]
         raise CommandFailed(f"the database {plain_url(url)} cannot be used: {cause}") from error
+
+
+def is_there(url: str) -> bool:
+    """False where the database is a file that does not exist yet."""
+    parsed = make_url(url)
+    return not parsed.drivername.startswith("sqlite") or Path(parsed.database or "").exists()
+
+
+async def read_revision(url: str) -> str | None:
+    """The schema's revision, None without a schema; changes nothing. Raises CommandFailed."""
+    engine = create_async_engine(url)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(current_revision)
+    except (SQLAlchemyError, OSError) as error:
+        raise CommandFailed(f"the database at {plain_url(url)} cannot be read: {type(error).__name__}") from error
+    finally:
+        await engine.dispose()

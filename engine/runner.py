@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from engine.adapters import Adapters
-from engine.api import TokenIds
 from engine.attention import AttentionBackend, AttentionRow
 from engine.models.base import Model
 from engine.quant.linear import MOST_PACKED_ROWS
@@ -31,17 +30,18 @@ class ModelRunner:
         """Logits [S, vocab_size] float32 of the last `sampled` tokens of each row, in order."""
         self._attention.plan([_attention_row(row) for row in rows])
         self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
-        tokens = np.concatenate([part for row in rows for part in _tokens(row)])
-        positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-        ends = np.cumsum([row.count for row in rows])
-        logit_rows = np.concatenate([np.arange(end - row.sampled, end) for end, row in zip(ends, rows, strict=True)])
-        logits = self._model.forward(
-            torch.from_numpy(tokens.astype(np.int64)),
-            torch.from_numpy(positions),
-            torch.from_numpy(logit_rows),
-            self._attention,
-        )
-        return logits[:, : self._vocab_size]
+        tokens: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        for row in rows:
+            tokens += row.sequence.tokens[row.start : row.start + row.known].tolist()
+            tokens += row.drafts
+            positions += range(row.start, row.start + row.count)
+            logit_rows += range(len(tokens) - row.sampled, len(tokens))
+        flat = torch.from_numpy(np.array((tokens, positions), dtype=np.int64))
+        wanted = torch.from_numpy(np.array(logit_rows, dtype=np.int64))
+        logits = self._model.forward(flat[0], flat[1], wanted, self._attention)
+        return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
 
     @torch.inference_mode()
     def warm_up(self, pool_tokens: int) -> None:
@@ -66,11 +66,6 @@ class ModelRunner:
 
     def drop(self, sequence: int) -> None:
         self._attention.drop(sequence)
-
-
-def _tokens(row: StepRow) -> tuple[TokenIds, TokenIds]:
-    """Those that the sequence has, and the drafts."""
-    return row.sequence.tokens[row.start : row.start + row.known], np.array(row.drafts, dtype=np.int32)
 
 
 def _attention_row(row: StepRow) -> AttentionRow:

@@ -90,11 +90,12 @@ class Scheduler:
         for sequence in self._running:
             if sequence.pending == 1:
                 budget.give(sequence, 1)
-        for background in (False, True):
-            give_first(budget, self._prefills(background), self._share)
-            if not plan.preempted and not plan.exhausted:
-                self._let_in(plan, budget, background)
-            give_rest(budget, self._prefills(background))
+        if len(self._waiting) or len(budget.counts) < len(self._running):  # else everybody decodes
+            for background in (False, True):
+                give_first(budget, self._prefills(background), self._share)
+                if not plan.preempted and not plan.exhausted:
+                    self._let_in(plan, budget, background)
+                give_rest(budget, self._prefills(background))
         plan.rows = [StepRow.next(sequence, count) for sequence, count in budget.counts.items()]
         plan.spare = budget.left
         self._moved = set(budget.counts)

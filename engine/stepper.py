@@ -127,7 +127,7 @@ class Stepper:
                 self._finish(entry.sequence, "length")
         going_on = [entry for entry in sampling if not entry.sequence.full]
         places = [place for entry in going_on for place in entry.places]
-        if places != list(range(len(logits))):
+        if len(places) != logits.shape[0] or places != list(range(len(places))):
             logits = logits[places]
         sampler, first = Sampler(logits, self._bytes_of), 0
         for entry in going_on:
@@ -138,6 +138,9 @@ class Stepper:
     def _verify(self, entry: _Sampling, sampler: Sampler, first: int) -> None:
         """Takes a token, and more where drafts are kept, from the rows of `sampler` that begin at `first`."""
         sequence, kept = entry.sequence, 0
+        if not entry.drafts:
+            self._take(sequence, sampler.choose(first, sequence.sampling))
+            return
         sequence.drafted += len(entry.drafts)
         for outcome, is_draft in verified(entry.drafts, lambda place: sampler.choose(first + place, sequence.sampling)):
             if kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
 from engine.api import Event, Failed, Finished
@@ -12,15 +13,19 @@ log = logging.getLogger(__name__)
 
 
 class EventStream:
-    """The events of one request, as an async iterator on the loop that submitted it."""
+    """The events of one request, as an async iterator on the loop that submitted it. One reader."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
     def put(self, event: Event) -> None:
-        self._queue.put_nowait(event)
+        self._events.append(event)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
@@ -28,7 +33,10 @@ class EventStream:
     async def __anext__(self) -> Event:
         if self._ended:
             raise StopAsyncIteration
-        event = await self._queue.get()
+        while not self._events:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        event = self._events.popleft()
         self._ended = isinstance(event, Finished | Failed)
         return event
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, inspect, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from migrations import NEWEST
 from sessions.errors import StorageUnusable
 from sessions.models import Base
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 _ADVISORY_KEY = 0x63686174_6D696772
 """Of PostgreSQL's advisory lock while migrating: two processes that start together migrate once."""
@@ -19,6 +21,8 @@ _ADVISORY_KEY = 0x63686174_6D696772
 
 def alembic_config(connection: Connection) -> Config:
     """Alembic's configuration for this connection; what alembic.ini would say elsewhere."""
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(files("migrations")).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -34,7 +38,20 @@ async def migrate(engine: AsyncEngine) -> None:
         await connection.run_sync(_upgrade)
 
 
+def current_revision(connection: Connection) -> str | None:
+    """That of the last step that the database has taken; None before the first."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+    return revision
+
+
 def _upgrade(connection: Connection) -> None:
+    if current_revision(connection) == NEWEST:
+        return
+    from alembic import command  # loading Alembic takes a tenth of a second, which most starts do without
+    from alembic.util import CommandError
+
     try:
         command.upgrade(alembic_config(connection), "head")
     except CommandError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import sys
 from typing import TYPE_CHECKING
@@ -44,7 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for noisy in ("alembic", "uvicorn"):
         logging.getLogger(noisy).setLevel("WARNING")
-    asyncio.run(serve(settings))
+    gc.disable()  # what is loaded stays; looking through it again and again takes half a second of the start
+    try:
+        asyncio.run(serve(settings))
+    finally:
+        gc.enable()
     return 0
 
 
@@ -58,7 +63,10 @@ async def serve(settings: Settings) -> None:
         spin_briefly()
         from engine.loading import load_engine  # loads torch: not before the server answers
 
-        return load_engine(settings.engine_config())
+        engine = load_engine(settings.engine_config())
+        gc.freeze()  # nor is it looked through between two tokens
+        gc.enable()
+        return engine
 
     with bind(settings.host, settings.port) as listening:
         async with open_backend(settings, load) as backend:

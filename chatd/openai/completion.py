@@ -97,7 +97,7 @@ class Completion:
             reason: FinishReason | None = None,
             logprobs: tuple[SampledLogprob, ...] = (),
         ) -> bytes:
-            ended = "null" if reason is None else json.dumps(_reason(reason))
+            ended = "null" if reason is None else f'"{_reason(reason)}"'
             told = _compact(logprobs_json(logprobs)) if logprobs else "null"
             choice = f'{{"index":{index},"delta":{delta},"logprobs":{told},"finish_reason":{ended}}}'
             return f'data: {before}"choices":[{choice}]{after}}}\n\n'.encode()
@@ -110,7 +110,7 @@ class Completion:
                     choice = self._choices[event.index]
                     choice.take(event)
                     if event.text or event.logprobs:
-                        yield chunk(event.index, _compact({"content": event.text}), logprobs=event.logprobs)
+                        yield chunk(event.index, f'{{"content":{_compact(event.text)}}}', logprobs=event.logprobs)
                     if event.reason is not None:
                         yield chunk(event.index, "{}", event.reason)
                 elif isinstance(event, Finished):
@@ -176,5 +176,4 @@ def _reason(reason: FinishReason) -> str:
     return "length" if reason == "length" else "stop"
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

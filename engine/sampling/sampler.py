@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
-import numpy as np
 import torch
 
 from engine.api import SampledLogprob
@@ -42,15 +42,14 @@ class Sampler:
         """logits: [S, vocab] float32, which may be changed. bytes_of: what a token adds to a text, told beside its log
         probability."""
         self._rows = logits.numpy()
-        self._best = self._rows.argmax(-1)  # the place of a NaN where there is one
-        self._usable = np.isfinite(self._rows[np.arange(len(self._best)), self._best])
+        self._best: list[int] = self._rows.argmax(-1).tolist()  # the place of a NaN where there is one
         self._bytes_of = bytes_of
 
     def choose(self, place: int, state: SamplingState) -> Sampled | NoCandidate:
         """The next token by row `place`, which is used up, and by `state`, which goes on."""
-        if not self._usable[place]:
+        row, best = self._rows[place], self._best[place]
+        if not isfinite(row[best]):
             return NoCandidate("the logits hold no finite maximum", "bad_logits")
-        row, best = self._rows[place], int(self._best[place])
         asked = state.params.logprobs
         raw = row
         if state.edits:
@@ -60,7 +59,7 @@ class Sampler:
             except GrammarError as error:
                 return NoCandidate(str(error))
             best = int(row.argmax())
-            if not np.isfinite(row[best]):
+            if not isfinite(row[best]):
                 return NoCandidate("nothing that may follow has a finite logit")
         uniform = state.uniform()
         token = best if uniform is None else draw(row, best, state.params, uniform)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import gguf
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import ModelError
 from engine.models.config import DecoderConfig
 from engine.quant.int4 import GROUP, Grouped4Bit
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 
 class TensorSource(Protocol):
@@ -98,7 +100,7 @@ _INTERLEAVED = ("llama", "mistral", "smollm3")
 class GgufTensors:
     """The tensors of a GGUF file."""
 
-    def __init__(self, reader: gguf.GGUFReader, config: DecoderConfig) -> None:
+    def __init__(self, reader: GGUFReader, config: DecoderConfig) -> None:
         self._config = config
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
@@ -112,9 +114,11 @@ class GgufTensors:
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
 
     def dense(self, name: str) -> torch.Tensor:
+        from gguf import quants  # see read_gguf
+
         tensor = self._tensors[name]
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            values = quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError:
             raise ModelError(f"{tensor.name} has the type {tensor.tensor_type.name}, which is not supported") from None
         dense = torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))
@@ -163,14 +167,16 @@ def _rotary_heads(name: str, config: DecoderConfig) -> int | None:
     return 1 if name.endswith(("q_norm.weight", "k_norm.weight")) else None
 
 
-def read_gguf(path: Path) -> gguf.GGUFReader:
+def read_gguf(path: Path) -> GGUFReader:
+    from gguf import GGUFReader  # only conversion needs it, and it takes a while to load
+
     try:
-        return gguf.GGUFReader(path)
+        return GGUFReader(path)
     except Exception as error:  # the reader raises whatever the damaged bytes lead to
         raise ModelError(f"{path} is not a usable GGUF file: {error or type(error).__name__}") from None
 
 
-def gguf_metadata(reader: gguf.GGUFReader) -> Mapping[str, Any]:
+def gguf_metadata(reader: GGUFReader) -> Mapping[str, Any]:
     """Key to value; the arrays of the tokenizer are only counted, since they take seconds to unpack."""
     values: dict[str, Any] = {}
     for key, field in reader.fields.items():

@@ -315,7 +315,7 @@ def test_what_not_every_request_needs_is_not_loaded_by_the_default_engine(models
         "import sys; from pathlib import Path;"
         "from engine.config import EngineConfig; from engine.loading import load_engine;"
         f"load_engine(EngineConfig(Path({str(models_dir)!r}), pool_tokens=64));"
-        "print({'transformers', 'llguidance'} & set(sys.modules))"
+        "print({'transformers', 'llguidance', 'gguf'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

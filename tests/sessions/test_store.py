@@ -13,12 +13,14 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError
 
+from migrations import NEWEST
 from sessions import StorageBusy, StorageInUse, StorageUnusable, Store
-from sessions.migrate import alembic_config
+from sessions.migrate import alembic_config, current_revision
 from sessions.models import Base, GenerationRow, MessageRow, SessionRow
 from tests.sessions.rig import OWNER, Rig
 
@@ -35,9 +37,18 @@ async def test_the_schema_is_what_the_models_say(rig: Rig) -> None:
         assert await connection.run_sync(differences) == []
 
 
+async def test_the_newest_revision_is_the_last_step(rig: Rig) -> None:
+    def revisions(connection: Connection) -> tuple[str | None, str | None]:
+        return ScriptDirectory.from_config(alembic_config(connection)).get_current_head(), current_revision(connection)
+
+    async with rig.store.engine.connect() as connection:
+        assert await connection.run_sync(revisions) == (NEWEST, NEWEST)
+
+
 async def test_the_schema_goes_down_and_up_again(rig: Rig) -> None:
     def down_and_up(connection: Connection) -> list[str]:
         command.downgrade(alembic_config(connection), "base")
+        assert current_revision(connection) is None
         left = inspect(connection).get_table_names()
         command.upgrade(alembic_config(connection), "head")
         return left
@@ -54,6 +65,14 @@ async def test_opening_again_keeps_everything(open_rig: OpenRig) -> None:
     await rig.close()
     rig = await open_rig()
     assert await rig.texts(session) == [("user", "hello", "complete"), ("assistant", "there", "complete")]
+
+
+async def test_a_schema_that_is_the_newest_is_not_migrated(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await open_rig()
+    await rig.close()
+    monkeypatch.setattr(command, "upgrade", lambda *_: pytest.fail("migrated"))
+    rig = await open_rig()
+    await rig.store.ping()
 
 
 async def test_a_schema_of_a_newer_program_is_refused(open_rig: OpenRig, database_url: str) -> None:
