@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from cache import PolicyName
 from chatd.bench.cache_replay import Replay, replay
 from chatd.bench.trace import make_conversations, read_trace
-from chatd.commands import bench_scenarios, bench_serve, bench_turns
+from chatd.commands import bench_scenarios, bench_serve, bench_step, bench_turns
 from chatd.commands.arguments import natural, positive
 from chatd.commands.options import add_settings, settings_of
 from chatd.failure import CommandFailed
@@ -57,7 +57,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     cache.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     cache.set_defaults(run=run_cache)
     _add_perplexity(parts)
-    for part in (bench_serve, bench_scenarios, bench_turns):
+    for part in (bench_serve, bench_scenarios, bench_turns, bench_step):
         part.add_parser(parts)
 
 
