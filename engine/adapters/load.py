@@ -20,7 +20,7 @@ from engine.adapters.peft import LoraConfig, read_config
 from engine.config import AdapterSource
 from engine.errors import ModelError
 from engine.models.config import DecoderConfig
-from engine.weights.convert import expected_shapes
+from engine.models.shapes import expected_shapes
 from engine.weights.tensors import interleave_rotary
 
 WEIGHTS_FILE = "adapter_model.safetensors"

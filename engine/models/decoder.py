@@ -7,7 +7,9 @@ SwiGLU. Which of biases, q/k norms, rope scaling, windows and layers without pos
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,7 +51,8 @@ class Decoder:
         self._norm = RmsNorm(tensors["norm"], config.rms_eps)
         tied = "lm_head.weight" not in tensors and "lm_head.int8" not in tensors
         self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head")
-        self._layers = tuple(self._layer(tensors, i) for i in range(config.num_layers))
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # 8-bit weights are packed at load
+            self._layers = tuple(threads.map(partial(self._layer, tensors), range(config.num_layers)))
         angles = np.outer(np.arange(config.context_length), config.rope.inv_freq(config.head_dim))
         magnitudes = torch.full(angles.shape, config.rope.magnitude)
         self._rotations = torch.polar(magnitudes, torch.from_numpy(angles.astype(np.float32)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,30 +23,35 @@ from safetensors import SafetensorError
 from engine.errors import ModelError
 from engine.models.config import DecoderConfig, from_hf
 from engine.models.gguf_config import from_gguf
-from engine.native import multiplies_bfloat16
+from engine.models.shapes import expected_shapes
+from engine.native import multiplies_bfloat16, multiplies_int8
 from engine.quant import int4, int8
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
+from engine.weights.calibration import input_peaks
 from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 10
+CONVERTER_VERSION = 11
 SIZES_FILE = "sizes.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights are kept: dense in `dense`; bits 4: packed to 4 bits beside that; 8: linear layers in 8 bits."""
+    """How weights are kept: dense in `dense`; bits 4: linear layers packed to 4 bits for few rows, and for many in
+    `many_bits`, None: dense; bits 8: linear layers in 8 bits."""
 
     dense: torch.dtype
     bits: Literal[4, 8] | None = None
+    many_bits: Literal[8] | None = None
 
     @property
     def name(self) -> str:
         dense = str(self.dense).removeprefix("torch.")
         if self.bits == 4:
             # The packed order depends on the vector width, so a copy is only good for processors of this kind.
-            return f"int4-{torch.backends.cpu.get_cpu_capability().lower()}-{dense}"
+            few, many = torch.backends.cpu.get_cpu_capability().lower(), "" if self.many_bits is None else "int8-"
+            return f"int4-{few}-{many}{dense}"
         return dense if self.bits is None else f"int8-{dense}"
 
     @property
@@ -56,11 +61,12 @@ class Layout:
 
 
 def choose_layout(dtype: str) -> Layout:
-    """auto is int4. Beside packed weights, many rows read bfloat16 where the processor multiplies it natively, else
-    float32."""
-    if dtype in ("auto", "int4", "int8"):
-        return Layout(torch.bfloat16 if multiplies_bfloat16() else torch.float32, 8 if dtype == "int8" else 4)
-    return Layout(getattr(torch, dtype))
+    """auto is int4. Beside packed weights, many rows read 8 bits where the processor multiplies those natively, else
+    bfloat16 where it multiplies that, else float32."""
+    if dtype not in ("auto", "int4", "int8"):
+        return Layout(getattr(torch, dtype))
+    dense = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    return Layout(dense, 8) if dtype == "int8" else Layout(dense, 4, 8 if multiplies_int8() else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,8 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
             assets = replace(assets, sampling={**source.sampling, **assets.sampling})
     _check_tensors(tensors, config)
     try:
-        converted = dict(_tensors(tensors, config, layout))
+        peaks = _peaks(tensors, config, layout, assets)
+        converted = dict(_tensors(tensors, config, layout, peaks))
     except (ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the weights of {path} do not fit its configuration: {error}") from None
     save_tensors(target, converted)
@@ -133,39 +140,16 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
     (target / SIZES_FILE).write_text(json.dumps(_sizes(target)), encoding="utf-8")
 
 
+def _peaks(source: TensorSource, config: DecoderConfig, layout: Layout, assets: ChatAssets) -> dict[str, torch.Tensor]:
+    """Of the inputs that this layout smooths. Runs the dense model, which is gone before the narrow one is made."""
+    if layout.many_bits is None:
+        return {}
+    return input_peaks(config, dict(_tensors(source, config, Layout(layout.dense), {})), assets)
+
+
 def _sizes(folder: Path) -> dict[str, int]:
     """Bytes of each file of a copy, by which a cut or missing one is noticed without reading it."""
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != SIZES_FILE}
-
-
-def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The Hugging Face names and shapes of all tensors that a model of this configuration has."""
-    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    products = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.out_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, (rows, columns, has_bias) in products.items():
-        layer[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            layer[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    shapes = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    return shapes
 
 
 def _check_tensors(source: TensorSource, config: DecoderConfig) -> None:
@@ -181,16 +165,24 @@ def _check_tensors(source: TensorSource, config: DecoderConfig) -> None:
             raise ModelError(f"{name} has the shape {list(actual)}, and the configuration says {list(shape)}")
 
 
-def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    source: TensorSource, config: DecoderConfig, layout: Layout, peaks: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """peaks: the largest inputs of the channels of those layers that 8-bit activations need smoothed."""
+
     def fused(name: str, parts: list[str], bias: bool) -> Iterator[tuple[str, torch.Tensor]]:
         dense = torch.cat([source.dense(f"{part}.weight") for part in parts])
-        if layout.bits == 8:
+        packs = layout.bits == 4 and int4.fits(*dense.shape)
+        if bias:
+            yield f"{name}.bias", torch.cat([source.dense(f"{part}.bias") for part in parts]).to(layout.dense)
+        if packs and name in peaks:
+            yield f"{name}.smoothing", (smoothing := int8.smoothing_of(peaks[name], dense))
+            dense = dense.float() * smoothing
+        if layout.bits == 8 or (packs and layout.many_bits == 8):
             yield from eight_bits(name, dense)
         else:
             yield f"{name}.weight", dense.to(layout.dense)
-        if bias:
-            yield f"{name}.bias", torch.cat([source.dense(f"{part}.bias") for part in parts]).to(layout.dense)
-        if layout.bits == 4 and int4.fits(*dense.shape):
+        if packs:
             stored = [source.grouped_4bit(f"{part}.weight") for part in parts]
             groups = [
                 g if g is not None else int4.quantize(source.dense(f"{p}.weight"))

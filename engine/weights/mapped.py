@@ -29,13 +29,20 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read-only in intent. Files that `save_tensors` has not written raise OSError or any of Python's own errors."""
+    """Read-only in intent. 8-bit weights are packed at load, so they have a mapping of their own, which ends with them:
+    else their pages would stay in memory beside the packed ones.
+
+    Files that `save_tensors` has not written raise OSError or any of Python's own errors.
+    """
     path = folder / "weights.bin"
     index = json.loads((folder / "weights.json").read_text(encoding="utf-8"))
-    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    mapped, unpacked = (
+        torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8) for _ in range(2)
+    )
     tensors = {}
     for name, entry in index.items():
         dtype, shape, start = getattr(torch, entry["dtype"]), entry["shape"], entry["offset"]
         count = torch.Size(shape).numel()
-        tensors[name] = mapped[start : start + count * dtype.itemsize].view(dtype).view(shape)
+        file = unpacked if dtype == torch.int8 else mapped
+        tensors[name] = file[start : start + count * dtype.itemsize].view(dtype).view(shape)
     return tensors

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.quant import Int4Linear, Int8Linear, Linear, int4, int8
+from engine.quant import DenseLinear, Int4Linear, Int8Linear, Linear, int4, int8
+from engine.quant.linear import few_beside_dense
 
 
 class _Packed(nn.Module):
@@ -20,7 +21,7 @@ class _Packed(nn.Module):
         self._linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1).to(x.dtype)
 
 
 def pack_linears(module: PreTrainedModel, bits: Literal[4, 8]) -> int:
@@ -48,7 +49,7 @@ def _pack(child: nn.Module, bits: Literal[4, 8]) -> Linear | None:
     if not int4.fits(*dense.shape):
         return None
     packed, scale_zero = int4.pack(int4.quantize(dense))
-    return Int4Linear(packed, scale_zero, dense, added)
+    return Int4Linear(packed, scale_zero, DenseLinear(dense, added), few_beside_dense(dense.dtype), added)
 
 
 def _pack_head(head: nn.Module) -> Linear | None:
