@@ -96,7 +96,7 @@ class Settings(BaseSettings):
         json_schema_extra={"default_text": "one for each core"},
     )
     speculation: Speculation = Field(
-        "off", description="guess tokens and check several at a time, from the conversation (ngram) or by --draft-model"
+        "ngram", description="guess tokens and check several at a time, from the conversation or by --draft-model"
     )
     draft_model: str | None = Field(
         None,

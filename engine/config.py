@@ -65,7 +65,7 @@ class EngineConfig:
     cache_policy: PolicyName = "lru"
     threads: int | None = None
     adapters: tuple[AdapterSource, ...] = ()
-    speculation: Speculation = "off"
+    speculation: Speculation = "ngram"
     draft_model: str | None = None
     speculative_tokens: int = 3
 

@@ -2,8 +2,9 @@
 
 Gathering a sequence from its pages in every layer of every step would cost more than attending to it. So each running
 sequence has a place in a room: a block of places of one size, each a head-major copy of one sequence's keys and values.
-Sequences of about the same length share a room; one that outgrows its place moves to a room of larger places, so at
-most a third of a place is empty.
+One that outgrows its place moves to a room of larger places. Each room costs a product of its own, and places longer
+than their sequences cost multiplying with what is behind them: so sequences share a room until that costs more than
+another room would.
 
     room.kv  [layers, 2, places, kv_heads, size, head_dim]        2: keys, values
 
@@ -21,10 +22,12 @@ import torch
 from engine.attention.base import KVShape
 
 _SMALLEST = 256
+_PRODUCT_BYTES = 1 << 20
+"""Another product in each layer takes about as long as multiplying with so many bytes of keys and values more."""
 
 
 class Room:
-    """Places of `size` tokens. It grows by doubling; its memory is only touched as far as places are filled."""
+    """Places of `size` tokens, at first one, then four times as many whenever they are all taken."""
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, size: int) -> None:
         self.size = size
@@ -37,10 +40,15 @@ class Room:
     def empty(self) -> bool:
         return not any(self._copies)
 
+    def wasted(self, size: int) -> int:
+        """Tokens behind the ends of sequences that would fit into places of `size`, one more of them included."""
+        as_short = sum(copy is not None and copy.length <= size for copy in self._copies)
+        return (as_short + 1) * (self.size - size)
+
     def take(self) -> WorkingCopy:
         """The first free place."""
         if None not in self._copies:
-            self._double()
+            self._grow()
         place = self._copies.index(None)
         self._copies[place] = copy = WorkingCopy(self, place)
         return copy
@@ -50,9 +58,9 @@ class Room:
             copy.kv[..., : copy.length, :] = 0
         self._copies[copy.place] = None
 
-    def _double(self) -> None:
+    def _grow(self) -> None:
         old = self.kv
-        self._copies += [None] * len(self._copies)
+        self._copies += [None] * (3 * len(self._copies))
         self.kv = self._zeros()
         for copy in filter(None, self._copies):
             self.kv[:, :, copy.place, :, : copy.length] = old[:, :, copy.place, :, : copy.length]
@@ -134,9 +142,13 @@ class WorkingCopies:
             del self._rooms[copy.room.size]
 
     def _room(self, tokens: int) -> Room:
-        size = next(size for size in _sizes() if size >= tokens)
-        if (room := self._rooms.get(size)) is None:
-            room = self._rooms[size] = Room(self._shape, self._dtype, size)
+        """The largest room that wastes less than a product of its own would cost; else one of the right size."""
+        size, shape = next(size for size in _sizes() if size >= tokens), self._shape
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize
+        for room in sorted(self._rooms.values(), key=lambda room: -room.size):
+            if room.size >= size and room.wasted(size) * token_bytes <= _PRODUCT_BYTES:
+                return room
+        room = self._rooms[size] = Room(self._shape, self._dtype, size)
         return room
 
 

@@ -19,7 +19,9 @@ from engine.quant import Linear
 from engine.text.assets import ChatAssets
 from engine.text.codec import Codec, Ids
 
-SMOOTHED = ("qkv", "out", "gate_up")  # in `down` single tokens are massive, which no scale of a channel evens out
+MASSIVE = 25.0
+"""Times the median of a layer's channels. In some layers, mostly the `down` of a few, single tokens are massive (arXiv
+2402.17762), which no scale of a channel evens out."""
 MOST_TOKENS = 640
 PAGE_SIZE = 16
 
@@ -32,9 +34,6 @@ class _Observer(Adapters):
         self.peaks: dict[str, torch.Tensor] = {}
 
     def adapt(self, name: str, linear: Linear, dtype: torch.dtype) -> Linear:
-        if name.rpartition(".")[2] not in SMOOTHED:
-            return linear
-
         def observed(x: torch.Tensor) -> torch.Tensor:
             largest = x.float().abs().amax(0)
             self.peaks[name] = torch.maximum(self.peaks.get(name, largest), largest)
@@ -47,7 +46,7 @@ class _Observer(Adapters):
 def input_peaks(
     config: DecoderConfig, tensors: Mapping[str, torch.Tensor], assets: ChatAssets
 ) -> dict[str, torch.Tensor]:
-    """Layer to the largest |x| of each of its inputs, [K] float32. tensors: the model, dense."""
+    """Layer to the largest |x| of each of its inputs, [K] float32, but for layers of massive ones. tensors: dense."""
     observer = _Observer()
     decoder = Decoder(config, tensors, observer)
     tokens = torch.from_numpy(_tokens(config.vocab_size, assets).astype(np.int64))
@@ -58,7 +57,7 @@ def input_peaks(
         attention.plan([AttentionRow(0, pages, 0, len(part), length)])
         decoder.forward(part, torch.arange(len(part)), torch.empty(0, dtype=torch.int64), attention)
         attention.drop(0)
-    return observer.peaks
+    return {name: peaks for name, peaks in observer.peaks.items() if peaks.amax() <= MASSIVE * peaks.median()}
 
 
 def _tokens(vocab_size: int, assets: ChatAssets) -> Ids:

@@ -32,7 +32,7 @@ from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 11
+CONVERTER_VERSION = 12
 SIZES_FILE = "sizes.json"
 
 

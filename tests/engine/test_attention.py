@@ -11,7 +11,7 @@ import torch
 
 from engine.attention import AttentionRow, KVShape, LayerAttention, TorchAttention
 from engine.attention.groups import group_rows
-from engine.attention.working import WorkingCopies
+from engine.attention.working import _PRODUCT_BYTES, WorkingCopies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,9 +160,13 @@ def spans(copies: WorkingCopies, rows: list[AttentionRow]) -> Iterator[tuple[int
         yield group.room.size, group.first, group.last, group.count
 
 
-def test_sequences_of_about_one_length_share_a_product() -> None:
-    copies, rows = copies_of(10, 200, 255, 256, 300, 1000)
-    assert list(spans(copies, rows)) == [(256, 0, 3, 1), (384, 0, 2, 1), (1024, 0, 1, 1)]
+def test_sequences_share_a_product_until_that_wastes_more_than_another_costs() -> None:
+    token_bytes = 2 * KV_HEADS * HEAD_DIM * 4
+    long = _PRODUCT_BYTES // token_bytes  # a place of which another sequence may waste almost all, and a second not
+    copies, rows = copies_of(10, long - 1, 20, 30, 255, 300)
+    assert copies[1].room.size == long
+    assert list(spans(copies, rows)) == [(256, 0, 3, 1), (long, 0, 2, 1), (384, 0, 1, 1)]
+    assert [copies[n].room.size for n in range(6)] == [256, long, long, 256, 256, 384]
 
 
 def test_a_free_place_is_computed_along_but_not_more_than_half() -> None:
@@ -181,7 +185,9 @@ def test_a_free_place_is_computed_along_but_not_more_than_half() -> None:
 
 def test_a_room_is_given_up_with_its_last_sequence() -> None:
     copies, _ = copies_of(100, 600)
-    assert copies.reserve(0, 257).room.size == 384
+    assert copies[0].room is not copies[1].room
+    assert copies.reserve(0, 257).room is copies[1].room
+    assert len(copies._rooms) == 1
     copies.drop(1)
     copies.drop(1)
     assert len(copies) == 1
@@ -193,7 +199,7 @@ def test_a_room_is_given_up_with_its_last_sequence() -> None:
 def test_a_sequence_keeps_what_it_holds_when_it_moves() -> None:
     copies = WorkingCopies(SHAPE, torch.bfloat16)
     held = torch.randn(2, len(LAYERS), KV_HEADS, 256, HEAD_DIM).bfloat16()
-    for number in range(5):  # the room doubles thrice
+    for number in range(5):  # the room grows twice
         copy = copies.make(number, 256)
         copy.kv[:] = held + number
         copy.length = 256

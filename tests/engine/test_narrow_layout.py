@@ -32,7 +32,7 @@ def test_a_processor_of_another_kind_has_a_copy_of_its_own(tmp_path: Path, monke
     assert not any(f"{name}.weight" in narrow.tensors() for name in layers)
     assert {n.removesuffix(".weight") for n in dense.tensors() if n.endswith(".weight")} == layers
     smoothed = {n.removesuffix(".smoothing") for n in narrow.tensors() if n.endswith(".smoothing")}
-    assert smoothed == {name for name in layers if not name.endswith("down")}
+    assert smoothed == layers
 
 
 def test_a_conversion_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_any_vocabulary_can_be_calibrated(vocabulary: int, tokenizer: str | None
     model = open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
     assets = model.assets if tokenizer is None else replace(model.assets, tokenizer_json=tokenizer)
     peaks, again = (input_peaks(model.config, model.tensors(), assets) for _ in range(2))
-    assert set(peaks) == {f"layers.{i}.{name}" for i in range(3) for name in ("qkv", "out", "gate_up")}
+    assert set(peaks) == {f"layers.{i}.{name}" for i in range(3) for name in ("qkv", "out", "gate_up", "down")}
     for name, largest in peaks.items():
         assert bool((largest.isfinite() & (largest > 0)).all())
         assert torch.equal(largest, again[name])
@@ -93,3 +93,14 @@ def test_calibration_sees_what_the_layers_see(tmp_path: Path) -> None:
     tensors["layers.0.attention_norm"] = tensors["layers.0.attention_norm"] * torch.arange(1, 65)
     after = input_peaks(model.config, tensors, model.assets)["layers.0.qkv"]
     torch.testing.assert_close(after, before * torch.arange(1, 65))
+
+
+def test_layers_of_massive_inputs_are_left_alone(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    model = open_model(str(tmp_path / "model"), tmp_path / "models", "float32")
+    tensors = dict(model.tensors())
+    before = set(input_peaks(model.config, tensors, model.assets))
+    norm = tensors["layers.1.mlp_norm"].clone()
+    norm[7] *= 1000
+    tensors["layers.1.mlp_norm"] = norm
+    assert before - set(input_peaks(model.config, tensors, model.assets)) >= {"layers.1.gate_up"}
