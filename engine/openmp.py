@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-SPIN_COUNT = 2000
+SPIN_COUNT = 6000
 
 
 def spin_briefly() -> None:
