@@ -38,14 +38,15 @@ class KVPool(Protocol):
 
 
 class DensePool:
-    """Elements as they are, in the dtype of the shape: [2, layers, H, slots, D]."""
+    """Elements in the dtype of the shape: [2, layers, H, slots, D]."""
 
-    def __init__(self, shape: KVShape) -> None:
-        self.dtype = shape.dtype
+    def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
+        """dtype: that of the shape, or float32."""
+        self.dtype = dtype
         self._kv = torch.empty(_sizes(shape), dtype=shape.dtype)
 
     def rounded(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.stack((k, v)).to(self.dtype)
+        return torch.stack((k, v)).to(self._kv.dtype).to(self.dtype)
 
     def write(self, slot: int, kv: torch.Tensor) -> None:
         self._kv[..., slot : slot + kv.shape[-2], :] = kv
@@ -88,10 +89,10 @@ class Int8Pool:
 
 
 def make_pool(shape: KVShape) -> KVPool:
-    """The pool for the dtype of the shape; beside int8, the type that this processor attends in faster."""
-    if shape.dtype != torch.int8:
-        return DensePool(shape)
-    return Int8Pool(shape, torch.bfloat16 if multiplies_bfloat16() else torch.float32)
+    """The pool for the dtype of the shape. It deals in the type that this processor attends in faster: products in
+    bfloat16 are slow where they are not native."""
+    dense = torch.bfloat16 if shape.dtype != torch.float32 and multiplies_bfloat16() else torch.float32
+    return Int8Pool(shape, dense) if shape.dtype == torch.int8 else DensePool(shape, dense)
 
 
 def _sizes(shape: KVShape) -> tuple[int, ...]:

@@ -115,6 +115,17 @@ def test_both_branches_of_a_fork_see_the_same_bits(dtype: torch.dtype, page_size
     assert torch.equal(made.last(3, np.asarray(found.pages, np.int32), found.cached_tokens), cold)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_without_native_bfloat16_attention_is_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.attention.kv_pool.multiplies_bfloat16", lambda: False)
+    made = Attending(dtype, 16)
+    cold = made.last(0, made.pages(0), 0)
+    assert cold.dtype == torch.float32
+    full = CACHED // 16
+    found = np.concatenate((made.pages(0)[:full], made.pages(2)[full:]))
+    assert torch.equal(made.last(2, found, CACHED), cold), "from the cache"
+
+
 def test_neighbours_in_a_step_change_no_bit() -> None:
     made = Attending(torch.int8, 4)
     cold = made.last(0, made.pages(0), 0)
@@ -126,8 +137,9 @@ def test_neighbours_in_a_step_change_no_bit() -> None:
 
 
 def pool_of(dtype: torch.dtype, kind: str, slots: int, head_dim: int) -> KVPool:
-    shape = KVShape(1, 1, head_dim, slots, 1, torch.int8 if kind == "int8" else dtype)
-    return Int8Pool(shape, dtype) if kind == "int8" else DensePool(shape)
+    kept = {"dense": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[kind]
+    shape = KVShape(1, 1, head_dim, slots, 1, kept)
+    return Int8Pool(shape, dtype) if kind == "int8" else DensePool(shape, dtype)
 
 
 EXTREME = [0.0, 1e-45, 1.4e-38, 1.49e-36, 1.493e-36, 1.5e-36, 3e38]  # 127 of the smallest step are 1.493e-36
@@ -140,7 +152,7 @@ EXTREME = [0.0, 1e-45, 1.4e-38, 1.49e-36, 1.493e-36, 1.5e-36, 3e38]  # 127 of th
         max_size=8,
     )
 )
-@pytest.mark.parametrize("kind", ["dense", "int8"])
+@pytest.mark.parametrize("kind", ["dense", "bfloat16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(deadline=None, max_examples=200)
 def test_the_pool_gives_back_what_it_was_given(dtype: torch.dtype, kind: str, values: list[float]) -> None:
@@ -203,7 +215,7 @@ def test_page_bytes(dtype: torch.dtype, page_size: int, page_bytes: int) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_pool_takes_the_bytes_that_its_shape_says(dtype: torch.dtype) -> None:
     shape = KVShape(3, 2, 16, 10, 16, dtype)
-    pool = DensePool(shape) if dtype != torch.int8 else Int8Pool(shape, torch.float32)
+    pool = DensePool(shape, torch.float32) if dtype != torch.int8 else Int8Pool(shape, torch.float32)
     held = [value for value in vars(pool).values() if isinstance(value, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in held) == shape.num_pages * shape.page_bytes
 
