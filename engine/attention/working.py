@@ -22,6 +22,8 @@ import torch
 from engine.attention.base import KVShape
 
 _SMALLEST = 256
+_SPARE_BYTES = 256 << 20
+"""Of rooms that are kept although they are empty: fresh memory costs more than filling it, up to 1 ms for each MB."""
 _PRODUCT_BYTES = 1 << 20
 """Another product in each layer takes about as long as multiplying with so many bytes of keys and values more."""
 
@@ -93,7 +95,7 @@ class WorkingCopies:
     def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
         self._shape = shape
         self._dtype = dtype
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, Room] = {}  # empty ones in the order in which they became so
         self._copies: dict[int, WorkingCopy] = {}
 
     def __len__(self) -> int:
@@ -137,19 +139,32 @@ class WorkingCopies:
         return larger
 
     def _leave(self, copy: WorkingCopy) -> None:
-        copy.room.leave(copy)
-        if copy.room.empty:
-            del self._rooms[copy.room.size]
+        room = copy.room
+        room.leave(copy)
+        if room.empty:
+            self._rooms[room.size] = self._rooms.pop(room.size)
+            self._spare()
+
+    def _spare(self) -> None:
+        """Gives up the rooms that have been empty for longest, as far as all empty ones are more than is kept."""
+        empty = [room for room in self._rooms.values() if room.empty]
+        held = sum(room.kv.nbytes for room in empty)
+        for room in empty:
+            if held > _SPARE_BYTES:
+                held -= room.kv.nbytes
+                del self._rooms[room.size]
 
     def _room(self, tokens: int) -> Room:
-        """The largest room that wastes less than a product of its own would cost; else one of the right size."""
+        """The largest room in use that wastes less than a product of its own would cost; else one of the right size."""
         size, shape = next(size for size in _sizes() if size >= tokens), self._shape
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize
         for room in sorted(self._rooms.values(), key=lambda room: -room.size):
-            if room.size >= size and room.wasted(size) * token_bytes <= _PRODUCT_BYTES:
+            fits = not room.empty and room.size >= size
+            if fits and room.wasted(size) * token_bytes <= _PRODUCT_BYTES:
                 return room
-        room = self._rooms[size] = Room(self._shape, self._dtype, size)
-        return room
+        if (own := self._rooms.get(size)) is None:
+            own = self._rooms[size] = Room(self._shape, self._dtype, size)
+        return own
 
 
 def _sizes() -> Iterator[int]:

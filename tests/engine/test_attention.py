@@ -183,17 +183,31 @@ def test_a_free_place_is_computed_along_but_not_more_than_half() -> None:
     assert copies[20].place == 1, "the first free place is taken"
 
 
-def test_a_room_is_given_up_with_its_last_sequence() -> None:
+def test_a_sequence_that_outgrows_its_place_joins_a_larger_room_in_use() -> None:
     copies, _ = copies_of(100, 600)
     assert copies[0].room is not copies[1].room
     assert copies.reserve(0, 257).room is copies[1].room
-    assert len(copies._rooms) == 1
     copies.drop(1)
     copies.drop(1)
     assert len(copies) == 1
     assert 1 not in copies
+
+
+def test_empty_rooms_are_kept_for_the_next_sequence_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, _ = copies_of(100)
+    first = copies[0].room
     copies.drop(0)
-    assert not copies._rooms
+    assert copies.make(1, 200).room is first
+    copies.drop(1)
+    other = copies.make(2, 1000).room
+    assert other.size == 1024, "an empty room is only used for its own size"
+    monkeypatch.setattr("engine.attention.working._SPARE_BYTES", other.kv.nbytes)
+    copies.drop(2)
+    assert copies.make(3, 1000).room is other
+    assert copies.make(4, 100).room is other
+    copies.drop(4)
+    copies.drop(3)
+    assert copies.make(5, 100).room is not first, "the room that was empty for longest is given up"
 
 
 def test_a_sequence_keeps_what_it_holds_when_it_moves() -> None:
