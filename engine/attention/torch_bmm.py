@@ -44,7 +44,7 @@ class TorchAttention:
         self._mask_of = tuple(self._windows.index(layer.window) for layer in self._layers)
         self._pool = make_pool(shape)
         self._working = WorkingCopies(shape, self._pool.dtype)
-        self._rows: list[tuple[AttentionRow, WorkingCopy]] = []
+        self._rows: list[tuple[AttentionRow, WorkingCopy, bool]] = []  # the last: was tainted before the step
         self._groups: list[Group] = []
 
     @property
@@ -56,7 +56,9 @@ class TorchAttention:
         for row in rows:
             self._prepare(row)
         copies = [self._working[row.sequence] for row in rows]
-        self._rows = list(zip(rows, copies, strict=True))
+        self._rows = [(row, copy, copy.tainted) for row, copy in zip(rows, copies, strict=True)]
+        for copy in copies:
+            copy.tainted = True  # until the step has got to its end
         self._groups = group_rows(rows, copies, self._windows)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -83,6 +85,7 @@ class TorchAttention:
         """Copies the working copy alone: a page that is not full is in no pool, so `tail` moves nothing there."""
         self._working.fork(source, target, tokens)
 
+    @torch.inference_mode()
     def drop(self, sequence: int) -> None:
         self._working.drop(sequence)
 
@@ -111,8 +114,8 @@ class TorchAttention:
     def _finish(self, stored: torch.Tensor) -> None:
         """After the last layer. What is not finite in any layer has spread to the keys and values of this one."""
         finite = isfinite(float(stored.sum()))
-        for row, copy in self._rows:
-            copy.tainted |= not finite
+        for row, copy, tainted in self._rows:
+            copy.tainted = tainted or not finite
             self._store_full_pages(row, copy)
 
     def _store_full_pages(self, row: AttentionRow, copy: WorkingCopy) -> None:

@@ -8,7 +8,8 @@ another room would.
 
     room.kv  [layers, 2, places, kv_heads, size, head_dim]        2: keys, values
 
-What is behind the end of a sequence may be anything finite: it is multiplied, by a probability of zero.
+What is behind the end of a sequence may be anything finite: it is multiplied, by a probability of zero. The memory of a
+place that is free stays with its room as long as another sequence is in it.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Room:
         return copy
 
     def leave(self, copy: WorkingCopy) -> None:
+        self._copies[copy.place] = None
         if copy.tainted:
             copy.kv[..., : copy.length, :] = 0
-        self._copies[copy.place] = None
 
     def _grow(self) -> None:
         old = self.kv

@@ -58,7 +58,7 @@ class Int4Linear:
         if x.shape[0] > self._few:
             return self._many(x)
         y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self._packed, int4.GROUP, self._scale_zero)
-        return y if self._bias is None else y.add_(self._bias)
+        return y if self._bias is None else y.float().add_(self._bias)
 
 
 def few_beside_dense(dtype: torch.dtype) -> int:
