@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.api import Failed, Finished, GenerateRequest, SamplingParams
+from engine.api import Delta, Failed, Finished, GenerateRequest, SamplingParams
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 
@@ -17,19 +17,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-async def ask(engine: LocalEngine, name: str, seed: int) -> tuple[list[int], Finished | Failed]:
-    """The tokens and the end of one greedy answer to 20 random tokens."""
-    prompt = np.random.default_rng(seed).integers(3, 250, 20).astype(np.int32)
+async def ask(engine: LocalEngine, name: str, seed: int, length: int = 20) -> tuple[list[int], Finished | Failed]:
+    """The tokens and the end of one greedy answer to random tokens."""
+    prompt = np.random.default_rng(seed).integers(3, 250, length).astype(np.int32)
     tokens: list[int] = []
     async for event in engine.submit(GenerateRequest(name, prompt, PARAMS)):
-        tokens += getattr(event, "token_ids", ())
+        if isinstance(event, Delta):
+            tokens += event.ids
         if isinstance(event, Finished | Failed):
             return tokens, event
     raise AssertionError("a stream without an end")
 
 
 def poison_once(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, *, then: Exception | None = None) -> None:
-    """In the first step of three single tokens the first one's value in layer 0 is no number; then the step may fail."""
+    """In the first step of three single tokens the first one's value in layer 0 is no number; the step may fail."""
     attention = engine._stepper._runner._attention
     run, done = attention.run, []
 
@@ -52,6 +53,7 @@ async def test_only_the_sequence_itself_fails(start_engine: StartEngine, monkeyp
     engine = start_engine(speculation="off")
     poison_once(engine, monkeypatch)
     ends = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"r{seed}", seed) for seed in range(3))), 60)
+    assert all(len(tokens) > 20 for tokens, _ in alone)
     failed = [end for _, end in ends if isinstance(end, Failed)]
     assert [end.code for end in failed] == ["bad_logits"]
     for (tokens, end), (expected, _) in zip(ends, alone, strict=False):
@@ -62,10 +64,10 @@ async def test_only_the_sequence_itself_fails(start_engine: StartEngine, monkeyp
 async def test_a_step_that_fails_midway_leaves_nothing(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = await ask(start_engine(speculation="off"), "r", 3)
+    alone = await ask(start_engine(speculation="off"), "r", 3, length=5)
     engine = start_engine(speculation="off")
     poison_once(engine, monkeypatch, then=RuntimeError("out of memory"))
     ends = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"r{seed}", seed) for seed in range(3))), 60)
     assert [end.code for _, end in ends if isinstance(end, Failed)] == ["engine_error"] * 3
-    later = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"s{n}", 3) for n in range(3))), 60)
+    later = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"s{n}", 3, length=5) for n in range(3))), 60)
     assert [tokens for tokens, _ in later] == [alone[0]] * 3
