@@ -36,7 +36,7 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         )
     if loaded.assets.chat_template is None:
         log.warning("%s brings no chat template: a plain one is used", config.model)
-    kv_dtype = _kv_dtype(config)
+    kv_dtype = kv_dtype_of(config)
     shape = _kv_shape(config, spec, kv_dtype, context)
     codec = Codec(loaded.assets)
     if codec.vocab_size > spec.vocab_size:
@@ -66,7 +66,8 @@ def _default_params(codec: Codec, limit: int) -> SamplingParams:
     return params if params.max_tokens is None else replace(params, max_tokens=min(params.max_tokens, limit // 4))
 
 
-def _kv_dtype(config: EngineConfig) -> torch.dtype:
+def kv_dtype_of(config: EngineConfig) -> torch.dtype:
+    """What `kv_dtype` says; auto: float32 beside float32 weights, else bfloat16."""
     if config.kv_dtype == "auto":
         return torch.float32 if config.dtype == "float32" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, config.kv_dtype)

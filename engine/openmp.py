@@ -12,6 +12,7 @@ def spin_briefly() -> None:
 
     A step has hundreds of short parallel regions. By default a thread spins for milliseconds at the end of each; as
     soon as any other process wants the core, every region then waits for the scheduler, and a token that takes 20 ms
-    takes seconds. Sleeping early costs about a tenth on an idle machine. Has no effect once torch is loaded.
+    takes seconds. How brief is a trade between idle and shared cores (docs/performance.md). Has no effect once torch is
+    loaded.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

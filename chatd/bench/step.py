@@ -16,6 +16,7 @@ from chatd.failure import CommandFailed
 from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow, TorchAttention
 from engine.config import EngineConfig
+from engine.loading import kv_dtype_of
 from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.quant import Linear
@@ -119,7 +120,7 @@ def measure_steps(config: EngineConfig, shapes: Sequence[StepShape], repeat: int
     watch = _Stopwatch()
     converted = open_model(config.model, config.models_dir, config.dtype)
     model = Decoder(converted.config, converted.tensors(), _TimedLayers(watch))
-    kv_dtype = torch.bfloat16 if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    kv_dtype = kv_dtype_of(config)
     for shape in shapes:
         if shape.context + shape.new > model.spec.context_length:
             raise CommandFailed(f"{shape}: the model was made for {model.spec.context_length} tokens")

@@ -16,8 +16,6 @@ from engine.openmp import spin_briefly
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from chatd.bench.step import StepTime
-
 HELP = "where the time of one step of the model goes"
 _SHAPES = ["1x300x1", "1x1000x1", "4x400x1", "16x400x1", "1x600x64", "1x0x512"]
 
@@ -52,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
         times = list(measure_steps(settings.engine_config(), shapes, arguments.repeat))
     except ModelError as error:
         raise CommandFailed(str(error)) from error
-    print(json.dumps([asdict(time) for time in times], indent=2) if arguments.json else _table(times))
-    return 0
+    if arguments.json:
+        print(json.dumps([asdict(time) for time in times], indent=2))
+        return 0
+    from chatd.bench.report import table
 
-
-def _table(times: list[StepTime]) -> str:
-    """Markdown, in milliseconds."""
-    parts = list(times[0].parts_ms)
-    lines = [f"| step | median | fastest | {' | '.join(parts)} |", "|---" * (len(parts) + 3) + "|"]
+    head = ("step, ms", "median", "fastest", *times[0].parts_ms)
+    lines = []
     for time in times:
         figures = (time.total_ms, time.fastest_ms, *time.parts_ms.values())
-        lines.append(f"| {time.shape} | {' | '.join(f'{figure:.1f}' for figure in figures)} |")
-    return "\n".join(lines)
+        lines.append((time.shape, *(f"{figure:.1f}" for figure in figures)))
+    print(table(head, lines))
+    return 0
