@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from engine.errors import EngineError, EngineStopped, QueueFull, RequestError, RequestTooLong
+from engine.errors import EngineBroken, EngineError, EngineStopped, QueueFull, RequestError, RequestTooLong
 from sessions import (
     BadCursor,
     ContextOverflow,
@@ -157,6 +157,7 @@ _TRANSLATIONS: Mapping[type[Exception], Translate] = {
     SessionsError: lambda e: Problem(500, "internal_error", "something went wrong on the server"),
     RequestTooLong: lambda e: Problem(400, "context_length_exceeded", str(e), param="messages"),
     QueueFull: lambda e: Problem(503, "queue_full", str(e), retry_after=e.retry_after),
+    EngineBroken: lambda e: Problem(503, "engine_failed", "the engine has failed: the server must be restarted"),
     EngineStopped: lambda e: Problem(503, "shutting_down", "the server is shutting down", retry_after=_RETRY_LOADING_S),
     RequestError: lambda e: Problem(400, "invalid_request", str(e)),
     EngineError: lambda e: Problem(500, "internal_error", "something went wrong on the server"),

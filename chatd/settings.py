@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 
 from cache import PolicyName
 from engine.config import DEFAULT_MODEL, AdapterSource, EngineConfig, KVDtype, Speculation, WeightsDtype
+from engine.folders import xdg_folder
 
 PREFIX = "CHATD_"
 _OTHER_VARIABLES = ("CHATD_CONFIG", "CHATD_URL")
@@ -31,12 +32,6 @@ ANY_MODEL = "default"
 
 class SettingsError(Exception):
     """Settings that cannot be used; one line for each of them, and never a value."""
-
-
-def xdg_folder(variable: str, fallback: str) -> Path:
-    """A folder of the XDG base directory specification, which ignores relative paths."""
-    named = Path(os.environ.get(variable, ""))
-    return named if named.is_absolute() else Path.home() / fallback
 
 
 class Settings(BaseSettings):

@@ -287,7 +287,8 @@ class PoolPages:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine's state between two steps. counters are those of cache.stats: they only grow."""
+    """The engine's state between two steps. counters are those of cache.stats: they only grow. broken: it has ended by
+    a fault of its own, and takes nothing any more."""
 
     running: int
     waiting: int
@@ -295,6 +296,7 @@ class EngineSnapshot:
     counters: dict[str, int]
     steps: int
     preemptions: int
+    broken: bool = False
 
 
 class Engine(Protocol):

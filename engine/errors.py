@@ -38,3 +38,7 @@ class QueueFull(EngineError):
 
 class EngineStopped(EngineError):
     """The engine is shutting down or has ended."""
+
+
+class EngineBroken(EngineStopped):
+    """The engine has ended by a fault of its own."""

@@ -10,7 +10,7 @@ import torch
 
 from cache import PagePool, PrefixCache
 from engine.api import EngineInfo, SamplingParams
-from engine.attention import KVShape, TorchAttention
+from engine.attention import CpuAttention, KVShape
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.local import LocalEngine
@@ -55,9 +55,10 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
         adapters=tuple(source.name for source in config.adapters),
     )
-    runner = ModelRunner(loaded.model, TorchAttention(shape, spec.layers), loaded.adapters, codec.vocab_size)
-    runner.warm_up(info.pool_tokens)
-    return LocalEngine(info, codec, runner, cache, config, load_drafter(config, loaded.assets, kv_dtype))
+    runner = ModelRunner(loaded.model, CpuAttention(shape, spec.layers), loaded.adapters, codec.vocab_size)
+    runner.warm_up(info.num_pages, info.page_size)
+    drafter = load_drafter(config, loaded.assets, kv_dtype, info.pool_tokens)
+    return LocalEngine(info, codec, runner, cache, config, drafter)
 
 
 def _default_params(codec: Codec, limit: int) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -26,7 +27,7 @@ from engine.api import (
 )
 from engine.choices import Choices
 from engine.config import EngineConfig
-from engine.errors import EngineStopped, InvalidRequest, QueueFull
+from engine.errors import EngineBroken, EngineStopped, InvalidRequest, QueueFull
 from engine.intake import Intake
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -34,6 +35,8 @@ from engine.speculation import Drafter, Speculator
 from engine.stepper import Stepper
 from engine.streams import EventStream, deliver
 from engine.text import Codec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +96,10 @@ class LocalEngine:
         )
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Flush | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, EventStream] = {}
-        self._lock = threading.Lock()  # guards _streams, _numbers, _not_admitted and _stopped
+        self._lock = threading.Lock()  # guards _streams, _numbers, _not_admitted, _stopped and _broken
         self._numbers = 0
         self._not_admitted: set[str] = set()
-        self._stopped = False
+        self._stopped = self._broken = False
         self._thread = threading.Thread(target=self._run, name="chatd-engine", daemon=True)
         self._thread.start()
 
@@ -145,13 +148,13 @@ class LocalEngine:
             counters={name: int(value) for name, value in asdict(self._cache.stats).items()},
             steps=self._stepper.steps,
             preemptions=self._scheduler.preemptions,
+            broken=self._broken,
         )
 
     async def flush(self) -> bool:
         done: Future[bool] = Future()
         with self._lock:
-            if self._stopped:
-                raise EngineStopped("the engine has ended")
+            self._check_running()
             self._inbox.put(_Flush(done))
         return await asyncio.wrap_future(done)
 
@@ -165,11 +168,27 @@ class LocalEngine:
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
-        while self._read_inbox(wait=not self._stepper.busy):
-            self._stepper.step()
+        try:
+            while self._read_inbox(wait=not self._stepper.busy):
+                self._stepper.step()
+                self._deliver()
+            self._stepper.fail_all("shutdown", "the server is shutting down")
             self._deliver()
-        self._stepper.fail_all("shutdown", "the server is shutting down")
-        self._deliver()
+        except Exception:
+            log.exception("the engine has ended: restart the server")
+            self._break()
+
+    def _break(self) -> None:
+        """Nobody waits for an engine that has ended, whatever state it left."""
+        with self._lock:
+            self._stopped = self._broken = True
+            streams, self._streams = self._streams, {}
+            self._not_admitted.clear()
+        deliver([(stream, Failed(id, "engine_error", "the engine has ended")) for id, stream in streams.items()])
+        while not self._inbox.empty():
+            message = self._inbox.get_nowait()
+            if isinstance(message, _Flush):
+                message.done.set_exception(EngineBroken("the engine has ended"))
 
     def _read_inbox(self, wait: bool) -> bool:
         """Takes in everything that has arrived, waiting for a first message if told to. False: stop."""
@@ -203,8 +222,13 @@ class LocalEngine:
                     del self._streams[event.request_id]
         deliver(batch)
 
-    def _check_open(self) -> None:
+    def _check_running(self) -> None:
+        if self._broken:
+            raise EngineBroken("the engine has ended")
         if self._stopped:
             raise EngineStopped("the engine is shutting down")
+
+    def _check_open(self) -> None:
+        self._check_running()
         if len(self._not_admitted) >= self._max_waiting:
             raise QueueFull(len(self._not_admitted))

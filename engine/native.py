@@ -9,9 +9,3 @@ def multiplies_bfloat16() -> bool:
     """Without native support bfloat16 products are some eight times slower than float32 ones."""
     native: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return native
-
-
-def multiplies_int8() -> bool:
-    """VNNI adds four products of 8 bits in 32; without it, two are added in 16, which may overflow."""
-    native: bool = torch.cpu._is_vnni_supported()
-    return native

@@ -8,9 +8,11 @@ import torch
 from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow
 from engine.models.base import Model
-from engine.quant.linear import MOST_PACKED_ROWS
 from engine.scheduler import StepRow
 from engine.sequence import Sequence
+
+_WARM_UP = 16
+"""Tokens, enough for every kernel to be compiled."""
 
 
 class ModelRunner:
@@ -44,14 +46,14 @@ class ModelRunner:
         return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
 
     @torch.inference_mode()
-    def warm_up(self, pool_tokens: int) -> None:
+    def warm_up(self, num_pages: int, page_size: int) -> None:
         """Runs a prompt and a token through the model, so that the first request does not wait for weights to be read
         in. Uses the first pages of the pool: call it before anybody else does.
         """
-        count = min(MOST_PACKED_ROWS + 1, self._model.spec.context_length - 1, pool_tokens - 1)
+        count = min(_WARM_UP, self._model.spec.context_length - 1, num_pages * page_size - 1)
         if count < 1:
             return
-        pages = np.arange(count + 1, dtype=np.int32)
+        pages = np.arange(-(-(count + 1) // page_size), dtype=np.int32)
         for start, length in ((0, count), (count, 1)):
             self._attention.plan([AttentionRow(0, pages, start, length, count + 1)])
             span = torch.arange(start, start + length)

@@ -48,6 +48,8 @@ async def ready(backend: NeedsBackend) -> Response:
         status = "failed"
     elif not backend.slot.ready:
         status = "loading"
+    elif backend.slot.snapshot().broken:
+        status = "failed"
     else:
         try:
             await backend.store.ping()

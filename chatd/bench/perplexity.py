@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from cache import TokenIds
 from chatd.failure import CommandFailed
-from engine.attention import AttentionRow, KVShape, TorchAttention
+from engine.attention import AttentionRow, CpuAttention, KVShape
 from engine.config import EngineConfig, KVDtype, WeightsDtype
 from engine.models.base import Model
 from engine.models.registry import load_model
@@ -113,7 +113,7 @@ def _loss(model: Model, shape: KVShape, tokens: TokenIds, window: int, rows: int
     Windows go through the model in steps of `rows` tokens, as a chunked prompt does; how many decides which layout of
     packed weights is read (engine.quant).
     """
-    attention, pages = TorchAttention(shape, model.spec.layers), np.arange(shape.num_pages, dtype=np.int32)
+    attention, pages = CpuAttention(shape, model.spec.layers), np.arange(shape.num_pages, dtype=np.int32)
     ids = torch.from_numpy(tokens.astype(np.int64))
     loss, scored, computed = 0.0, 0, 0
     for part in windows(len(tokens), window):

@@ -11,20 +11,16 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from cache import TailCopy
 from chatd.failure import CommandFailed
-from engine.adapters import Adapters
-from engine.attention import AttentionBackend, AttentionRow, TorchAttention
+from engine.attention import AttentionBackend, AttentionRow, CpuAttention
 from engine.config import EngineConfig
 from engine.loading import kv_dtype_of
 from engine.models.base import Model
 from engine.models.decoder import Decoder
-from engine.quant import Linear
 from engine.weights import open_model
 
 PAGE_SIZE = 16
-LAYERS = ("qkv", "out", "gate_up", "down")
-PARTS = (*LAYERS, "attention", "plan", "lm_head", "rest")
+PARTS = ("qkv", "heads", "attention", "out", "gate_up", "down", "lm_head", "rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Milliseconds of the step whose total is the median; `parts`, by the names of PARTS, add up to it."""
+    """Milliseconds. parts_ms: by the names of PARTS, of a step computed part by part, which takes longer."""
 
     shape: str
     total_ms: float
@@ -70,45 +66,6 @@ class _Stopwatch:
         self.seconds[part] += perf_counter() - start
 
 
-class _TimedLayers(Adapters):
-    """Stands where adapters do, around each linear layer."""
-
-    def __init__(self, watch: _Stopwatch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def adapt(self, name: str, linear: Linear, dtype: torch.dtype) -> Linear:
-        part = name.rpartition(".")[2]
-
-        def timed(x: torch.Tensor) -> torch.Tensor:
-            with self._watch.measure(part):
-                return linear(x)
-
-        return timed
-
-
-class _TimedAttention:
-    """An attention backend around another."""
-
-    def __init__(self, backend: AttentionBackend, watch: _Stopwatch) -> None:
-        self._backend = backend
-        self._watch = watch
-
-    def plan(self, rows: Sequence[AttentionRow]) -> None:
-        with self._watch.measure("plan"):
-            self._backend.plan(rows)
-
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with self._watch.measure("attention"):
-            return self._backend.run(layer, q, k, v)
-
-    def fork(self, source: int, target: int, tokens: int, tail: TailCopy | None) -> None:
-        self._backend.fork(source, target, tokens, tail)
-
-    def drop(self, sequence: int) -> None:
-        self._backend.drop(sequence)
-
-
 def measure_steps(config: EngineConfig, shapes: Sequence[StepShape], repeat: int) -> Iterator[StepTime]:
     """Each shape `repeat` times, on keys and values of made-up tokens.
 
@@ -117,40 +74,41 @@ def measure_steps(config: EngineConfig, shapes: Sequence[StepShape], repeat: int
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    watch = _Stopwatch()
-    converted = open_model(config.model, config.models_dir, config.dtype)
-    model = Decoder(converted.config, converted.tensors(), _TimedLayers(watch))
+    watch, converted = _Stopwatch(), open_model(config.model, config.models_dir, config.dtype)
+    tensors = converted.tensors()
+    model, watched = Decoder(converted.config, tensors), Decoder(converted.config, tensors, watch=watch)
     kv_dtype = kv_dtype_of(config)
     for shape in shapes:
         if shape.context + shape.new > model.spec.context_length:
             raise CommandFailed(f"{shape}: the model was made for {model.spec.context_length} tokens")
         pages = -(-(shape.context + shape.new) // PAGE_SIZE)
-        backend = TorchAttention(model.spec.kv_shape(shape.sequences * pages, PAGE_SIZE, kv_dtype), model.spec.layers)
-        yield _measure(model, _TimedAttention(backend, watch), watch, shape, repeat)
+        backend = CpuAttention(model.spec.kv_shape(shape.sequences * pages, PAGE_SIZE, kv_dtype), model.spec.layers)
+        yield _measure(model, watched, backend, watch, shape, repeat)
 
 
 @torch.inference_mode()
-def _measure(model: Model, attention: _TimedAttention, watch: _Stopwatch, shape: StepShape, repeat: int) -> StepTime:
+def _measure(
+    model: Model, watched: Model, attention: AttentionBackend, watch: _Stopwatch, shape: StepShape, repeat: int
+) -> StepTime:
     for start in range(0, shape.context, 256):
         _step(model, attention, shape, start, min(256, shape.context - start), sample=False)()
     step = _step(model, attention, shape, shape.context, shape.new, sample=True)
-    headless = _step(model, attention, shape, shape.context, shape.new, sample=False)
+    part_by_part = _step(watched, attention, shape, shape.context, shape.new, sample=True)
     step()
-    without = median(_seconds(headless) for _ in range(repeat))
-    runs = []
+    part_by_part()
+    totals, runs = [], []
     for _ in range(repeat):
+        totals.append(_seconds(step))
         watch.seconds = dict.fromkeys(PARTS, 0.0)
-        total = _seconds(step)
-        runs.append((total, watch.seconds))
-    runs.sort(key=lambda run: run[0])
-    total, parts = runs[len(runs) // 2]
-    parts["lm_head"] = max(0.0, median(run[0] for run in runs) - without)
-    parts["rest"] = total - sum(parts.values())
-    return StepTime(str(shape), total * 1e3, runs[0][0] * 1e3, {part: parts[part] * 1e3 for part in PARTS})
+        seconds = _seconds(part_by_part)
+        parts = watch.seconds | {"rest": seconds - sum(watch.seconds.values())}
+        runs.append((seconds, parts))
+    parts = sorted(runs, key=lambda run: run[0])[repeat // 2][1]
+    return StepTime(str(shape), median(totals) * 1e3, min(totals) * 1e3, {name: parts[name] * 1e3 for name in PARTS})
 
 
 def _step(
-    model: Model, attention: _TimedAttention, shape: StepShape, start: int, count: int, *, sample: bool
+    model: Model, attention: AttentionBackend, shape: StepShape, start: int, count: int, *, sample: bool
 ) -> Callable[[], None]:
     """A step of the sequences of `shape`, in pages that follow one another."""
     per_sequence = -(-(shape.context + shape.new) // PAGE_SIZE)

@@ -1,61 +1,58 @@
 """One compact decoder for the Llama family, over flat tokens: no batch dimension, no padding.
 
-Norms first, residuals in between, rotary positions on queries and keys (adjacent pairs, as one complex product) and
-SwiGLU. Which of biases, q/k norms, rope scaling, windows and layers without positions there are is in DecoderConfig.
+Norms first, residuals in between, rotary positions on queries and keys (adjacent pairs) and SwiGLU. Which of biases,
+q/k norms, rope scaling, windows and layers without positions there are is in DecoderConfig.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.adapters.batch import Adapters
-from engine.attention import AttentionBackend, LayerAttention
+from engine.attention import AttentionBackend, CpuAttention, LayerAttention
+from engine.kernels import Heads, Products
 from engine.models.base import ModelSpec
 from engine.models.config import DecoderConfig
+from engine.models.layer import DecoderLayer, add, add_gated, after_norm
 from engine.models.rms_norm import RmsNorm
-from engine.quant import DenseLinear, Linear
-from engine.quant.linear import load_linear
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    rotary: bool
-    attention_norm: RmsNorm
-    qkv: Linear
-    q_norm: RmsNorm | None
-    k_norm: RmsNorm | None
-    out: Linear
-    mlp_norm: RmsNorm
-    gate_up: Linear
-    down: Linear
+from engine.models.watch import Watch
+from engine.models.whole_step import WholeStep
+from engine.quant import DenseLinear, Linear, load_linear
 
 
 class Decoder:
-    """A decoder over converted tensors. Activations are in the dtype of dense weights, float32 beside packed ones."""
+    """A decoder over converted tensors. The residual is in the dtype of dense weights, float32 beside packed ones.
+
+    watch: measures the parts of each step.
+    """
 
     def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], adapters: Adapters | None = None
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, torch.Tensor],
+        adapters: Adapters | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.config = config
         self._embedding = tensors["embedding"]
-        packed = any(name.endswith(".int8") for name in tensors)
-        self._adapters = adapters or Adapters()
+        packed = any(name.endswith(".packed") for name in tensors)
         self._dtype = torch.float32 if packed else self._embedding.dtype
+        self._watch = watch
+        self._rotations = _rotations(config)
+        products = Products()
+        self._layers = tuple(
+            self._layer(tensors, index, adapters or Adapters(), products) for index in range(config.num_layers)
+        )
+        self._joins = WholeStep.fits(self._layers)
+        self._whole: WholeStep | None = None
+        tied = "lm_head.weight" not in tensors and "lm_head.packed" not in tensors
         self._norm = RmsNorm(tensors["norm"], config.rms_eps)
-        tied = "lm_head.weight" not in tensors and "lm_head.int8" not in tensors
-        self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head")
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # 8-bit weights are packed at load
-            self._layers = tuple(threads.map(partial(self._layer, tensors), range(config.num_layers)))
-        angles = np.outer(np.arange(config.context_length), config.rope.inv_freq(config.head_dim))
-        magnitudes = torch.full(angles.shape, config.rope.magnitude)
-        self._rotations = torch.polar(magnitudes, torch.from_numpy(angles.astype(np.float32)))
+        self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head", products)
 
     @property
     def spec(self) -> ModelSpec:
@@ -68,49 +65,75 @@ class Decoder:
     ) -> torch.Tensor:
         """See `Model.forward`."""
         x = F.embedding(tokens, self._embedding).to(self._dtype)
-        rotations = self._rotations[positions][:, None]
-        for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer, layer.attention_norm(x), rotations)
-            x.add_(layer.out(attention.run(index, q, k, v).flatten(1)))
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
-            x.add_(layer.down(F.silu(gate).mul_(up)))
+        if self._joins and isinstance(attention, CpuAttention):
+            x = self._in_one_go(x, positions, attention)
+        else:
+            self._one_by_one(x, positions, attention)
         if len(logit_rows) == 0:
             return torch.empty((0, self.config.vocab_size))
-        return self._head(self._norm(x[logit_rows])).float()
+        with self._measure("lm_head"):
+            return after_norm(self._norm, self._head, x[logit_rows]).float()
 
-    def _project(
-        self, layer: _Layer, x: torch.Tensor, rotations: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        c = self.config
-        heads = layer.qkv(x).view(len(x), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        rotated, v = heads[:, : -c.num_kv_heads], heads[:, -c.num_kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rotated[:, : c.num_heads], rotated[:, c.num_heads :]
-            rotated = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
-        if not layer.rotary:
-            return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
-        pairs = torch.view_as_complex(rotated.float().reshape(*rotated.shape[:2], -1, 2))
-        rotated = torch.view_as_real(pairs * rotations).flatten(2).to(x.dtype)
-        return rotated[:, : c.num_heads], rotated[:, c.num_heads :], v
+    def _in_one_go(self, x: torch.Tensor, positions: torch.Tensor, attention: CpuAttention) -> torch.Tensor:
+        whole = self._whole
+        if whole is None or whole.attention is not attention or whole.most_rows < len(x):
+            most_rows = 1 << max(4, (len(x) - 1).bit_length())
+            self._whole = whole = WholeStep(self.config, self._layers, attention, most_rows)
+        whole.x[: len(x)] = x
+        return whole.run(positions, self._watch)
 
-    def _layer(self, tensors: Mapping[str, torch.Tensor], index: int) -> _Layer:
-        prefix = f"layers.{index}."
+    def _one_by_one(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> None:
+        """All layers, in x."""
+        c, measure = self.config, self._measure
+        for index, layer in enumerate(self._layers):
+            with measure("qkv"):
+                qkv = after_norm(layer.attention_norm, layer.qkv, x)
+            heads = qkv.float().contiguous().view(len(x), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+            with measure("heads"):
+                layer.heads.turn(heads, positions)
+            q, k, v = torch.split(heads, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+            with measure("attention"):
+                attended = attention.run(index, q, k, v).flatten(1)
+            with measure("out"):
+                add(layer.out, attended, x)
+            with measure("gate_up"):
+                gate_up = after_norm(layer.mlp_norm, layer.gate_up, x)
+            with measure("down"):
+                add_gated(layer.down, gate_up, x)
+
+    def _measure(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.measure(part)
+
+    def _layer(
+        self, tensors: Mapping[str, torch.Tensor], index: int, adapters: Adapters, products: Products
+    ) -> DecoderLayer:
+        c, prefix = self.config, f"layers.{index}."
 
         def norm(name: str) -> RmsNorm:
-            return RmsNorm(tensors[prefix + name], self.config.rms_eps)
+            return RmsNorm(tensors[prefix + name], c.rms_eps)
 
         def linear(name: str) -> Linear:
-            return self._adapters.adapt(prefix + name, load_linear(tensors, prefix + name), self._dtype)
+            return adapters.adapt(prefix + name, load_linear(tensors, prefix + name, products), self._dtype)
 
-        has_qk_norm = self.config.qk_norm
-        return _Layer(
-            rotary=self.config.rotary[index],
+        return DecoderLayer(
             attention_norm=norm("attention_norm"),
             qkv=linear("qkv"),
-            q_norm=norm("q_norm") if has_qk_norm else None,
-            k_norm=norm("k_norm") if has_qk_norm else None,
+            heads=Heads(
+                c.num_heads,
+                c.num_kv_heads,
+                self._rotations if c.rotary[index] else None,
+                norm("q_norm").norm if c.qk_norm else None,
+                norm("k_norm").norm if c.qk_norm else None,
+            ),
             out=linear("out"),
             mlp_norm=norm("mlp_norm"),
             gate_up=linear("gate_up"),
             down=linear("down"),
         )
+
+
+def _rotations(config: DecoderConfig) -> torch.Tensor:
+    """Cosine and sine of each pair of a head at each position: float32 [context_length, head_dim / 2, 2]."""
+    angles = np.outer(np.arange(config.context_length), config.rope.inv_freq(config.head_dim))
+    turns = config.rope.magnitude * np.stack((np.cos(angles), np.sin(angles)), axis=-1)
+    return torch.from_numpy(turns.astype(np.float32))

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.adapters import Adapters, load_adapter
 from engine.config import AdapterSource
 from engine.errors import ModelError
 from engine.models.base import Model
 from engine.models.config import is_compact
 from engine.models.decoder import Decoder
+from engine.native import multiplies_bfloat16
 from engine.text import ChatAssets, assets_from_folder
 from engine.weights.convert import choose_layout, ensure_converted
 from engine.weights.source import FolderSource, parse_source
@@ -35,8 +38,10 @@ def load_model(spec: str, models_dir: Path, dtype: str, adapters: Sequence[Adapt
             raise ModelError("adapters are only supported for models of the Llama family")
         from engine.models.hf import load_hf  # loads transformers, which the default model does without
 
-        model = load_hf(source.path, layout.dense, bits=layout.bits)
-        return LoadedModel(model, Adapters(), assets_from_folder(source.path), layout.dtype)
+        beside_packed = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+        dense = layout.dense if layout.bits is None else beside_packed
+        model = load_hf(source.path, dense, bits=layout.bits)
+        return LoadedModel(model, Adapters(), assets_from_folder(source.path), layout.name)
     converted = ensure_converted(source, models_dir, layout)
     loaded = Adapters(load_adapter(adapter, converted.config) for adapter in adapters)
-    return LoadedModel(Decoder(converted.config, converted.tensors(), loaded), loaded, converted.assets, layout.dtype)
+    return LoadedModel(Decoder(converted.config, converted.tensors(), loaded), loaded, converted.assets, layout.name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels import Norm
+
 
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [size]; computed in float32, given in x's dtype.
@@ -13,6 +15,7 @@ class RmsNorm:
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = len(weight)
+        self.norm = Norm(weight.float().contiguous(), eps)
         self._weight = weight.float() * size**0.5
         self._floor = torch.tensor((size * eps) ** 0.5)
 

@@ -1,6 +1,6 @@
-"""Weight layouts: how a linear layer's weights are stored, and which product reads them fastest."""
+"""Linear layers: dense, or with weights packed to 4 or 8 bits."""
 
-from engine.quant.int8 import Int8Linear, SmoothedInt8Linear
-from engine.quant.linear import DenseLinear, Int4Linear, Linear
+from engine.quant.grouped import GroupedWeight
+from engine.quant.linear import DenseLinear, Linear, PackedLinear, load_linear
 
-__all__ = ["DenseLinear", "Int4Linear", "Int8Linear", "Linear", "SmoothedInt8Linear"]
+__all__ = ["DenseLinear", "GroupedWeight", "Linear", "PackedLinear", "load_linear"]

@@ -1,8 +1,4 @@
-"""Linear layers that own their weights in one or more layouts and pick by the number of rows.
-
-Few rows: the time goes into reading weights, so the packed layout wins. Many rows: into products, so 8 bits win where
-the processor multiplies those natively (VNNI), and dense weights elsewhere.
-"""
+"""Linear layers: dense ones are torch's, packed ones are multiplied by machine code of our own."""
 
 from __future__ import annotations
 
@@ -12,12 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.quant import int4
-from engine.quant.int8 import Int8Linear, SmoothedInt8Linear
-
-# Up to how many rows the packed product is the faster one on 2 cores, at most and beside 8 bits (docs/performance.md).
-MOST_PACKED_ROWS = 16
-FEW_BESIDE_INT8 = 8
+from engine.kernels import Norm, Products
 
 
 class Linear(Protocol):
@@ -37,50 +28,43 @@ class DenseLinear:
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
-class Int4Linear:
-    """Packed 4-bit weights for few rows, up to `few`; about the same weights in another layout for many."""
+class PackedLinear:
+    """One packed weight, see `GroupedWeight.pack`, of so many outputs; activations of 8 bits, results in float32.
+
+    What a decoder does before and after a product can be done along with it. packed and bias are as `Products` wants
+    them. whole: no output is there only to fill the last block of the weight.
+    """
 
     def __init__(
-        self,
-        packed: torch.Tensor,
-        scale_zero: torch.Tensor,
-        many: Linear,
-        few: int,
-        bias: torch.Tensor | None = None,
+        self, products: Products, packed: torch.Tensor, outputs: int, bias: torch.Tensor | None = None
     ) -> None:
-        self._packed = packed
-        self._scale_zero = scale_zero
-        self._many = many
-        self._few = few
-        self._bias = bias
+        filled = packed.shape[0] * 16
+        self.packed = packed
+        self.bias = None if bias is None else F.pad(bias.float(), (0, filled - outputs))
+        self.whole = outputs == filled
+        self._products = products
+        self._outputs = outputs
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > self._few:
-            return self._many(x)
-        y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self._packed, int4.GROUP, self._scale_zero)
-        return y if self._bias is None else y.float().add_(self._bias)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Products.product`. x in any float type; add_to: float32 [rows, N]."""
+        x = x.float().contiguous()
+        joined = add_to if self.whole else None
+        y = self._products.product(x, self.packed, self.bias, norm=norm, gated=gated, add_to=joined)
+        if self.whole:
+            return y
+        return y[:, : self._outputs] if add_to is None else add_to.add_(y[:, : self._outputs])
 
 
-def few_beside_dense(dtype: torch.dtype) -> int:
-    """With AVX2 all of MOST_PACKED_ROWS, but where bfloat16 is multiplied natively (AVX-512, AMX) 10."""
-    return 10 if dtype == torch.bfloat16 else MOST_PACKED_ROWS
-
-
-def load_linear(tensors: Mapping[str, torch.Tensor], name: str) -> Linear:
-    """The layer `name` of a converted model, by the layouts that are there."""
+def load_linear(tensors: Mapping[str, torch.Tensor], name: str, products: Products) -> Linear:
+    """The layer `name` of a converted model, by what is there of it."""
     bias = tensors.get(f"{name}.bias")
-    if f"{name}.int4" not in tensors:
-        return _load_many(tensors, name, bias)
-    dense = tensors.get(f"{name}.weight")
-    few = FEW_BESIDE_INT8 if dense is None else few_beside_dense(dense.dtype)
-    many = _load_many(tensors, name, bias)
-    return Int4Linear(tensors[f"{name}.int4"], tensors[f"{name}.scale_zero"], many, few, bias)
-
-
-def _load_many(tensors: Mapping[str, torch.Tensor], name: str, bias: torch.Tensor | None) -> Linear:
-    if f"{name}.int8" not in tensors:
+    if (packed := tensors.get(f"{name}.packed")) is None:
         return DenseLinear(tensors[f"{name}.weight"], bias)
-    weight, scale = tensors[f"{name}.int8"], tensors[f"{name}.scale"]
-    if (smoothing := tensors.get(f"{name}.smoothing")) is None:
-        return Int8Linear(weight, scale, bias)
-    return SmoothedInt8Linear(weight, scale, smoothing, bias)
+    return PackedLinear(products, packed, int(tensors[f"{name}.outputs"]), bias)

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from cache import OutOfPages, PageIds, PagePool
 from engine.api import TokenIds
-from engine.attention import AttentionRow, TorchAttention
+from engine.attention import AttentionRow, CpuAttention
 from engine.models.base import Model
 from engine.speculation.drafter import CHECKING, Ask
 
-_NO_PAGES = np.empty(0, dtype=np.int32)
+_PAGE_SIZE = 16
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class _Followed:
 
     known: int = 0
     drafts: list[int] = field(default_factory=list)
+    pages: PageIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     def catch_up(self, tokens: TokenIds) -> int:
         """Where to go on: behind all that is computed and still true, at the last token at the latest."""
@@ -65,19 +67,22 @@ class ModelDrafter:
 
     vocab_size: of the tokenizer; a model may have more rows. kv_dtype: of keys and values. At most `max_batched_tokens`
     are computed in one go: a sequence that is further behind, with a long prompt, catches up over several steps, and
-    gets its first guesses at the last of them. One that has outgrown the draft model's context gets none.
+    gets its first guesses at the last of them. One that has outgrown the draft model's context gets none, nor does one
+    that finds no room among the `pool_tokens` that all of them have.
     """
 
     cost = CHECKING + 0.2
     """Supposing that the draft model is at least five times as fast."""
 
-    def __init__(self, model: Model, vocab_size: int, kv_dtype: torch.dtype, max_batched_tokens: int) -> None:
+    def __init__(
+        self, model: Model, vocab_size: int, kv_dtype: torch.dtype, max_batched_tokens: int, pool_tokens: int
+    ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._max_batched_tokens = max_batched_tokens
-        spec = model.spec
-        # No page is ever shared: each sequence lives in its working copy alone, and the pool stays empty.
-        self._attention = TorchAttention(spec.kv_shape(1, 1, kv_dtype), spec.layers)
+        spec, num_pages = model.spec, max(1, pool_tokens // _PAGE_SIZE)
+        self._pool = PagePool(num_pages, _PAGE_SIZE)  # no page is ever shared
+        self._attention = CpuAttention(spec.kv_shape(num_pages, _PAGE_SIZE, kv_dtype), spec.layers)
         self._followed: dict[int, _Followed] = {}
 
     @torch.inference_mode()
@@ -99,7 +104,8 @@ class ModelDrafter:
         return list(proposed.values())
 
     def drop(self, number: int) -> None:
-        if self._followed.pop(number, None) is not None:
+        if (followed := self._followed.pop(number, None)) is not None:
+            self._pool.free(followed.pages)
             self._attention.drop(number)
 
     def _behind(self, asks: Sequence[Ask]) -> list[_Row]:
@@ -109,6 +115,8 @@ class ModelDrafter:
             if len(ask.tokens) + ask.at_most > self._model.spec.context_length:
                 continue
             followed = self._followed.setdefault(ask.number, _Followed())
+            if not self._has_room(followed, len(ask.tokens) + ask.at_most):
+                continue
             start = followed.catch_up(ask.tokens)
             if tokens := min(left, len(ask.tokens) - start):
                 left -= tokens
@@ -116,12 +124,29 @@ class ModelDrafter:
                 rows.append(_Row(ask, start, ask.tokens[start : followed.known]))
         return rows
 
+    def _has_room(self, followed: _Followed, tokens: int) -> bool:
+        """Takes the pages for so many tokens, if there are."""
+        missing = -(-tokens // _PAGE_SIZE) - len(followed.pages)
+        if missing > 0:
+            last = int(followed.pages[-1]) if len(followed.pages) else None
+            try:
+                followed.pages = np.concatenate((followed.pages, self._pool.alloc(missing, after=last)))
+            except OutOfPages:
+                return False
+        return True
+
     def _run(self, rows: Sequence[_Row]) -> list[int]:
         """The most likely token behind each row."""
         context = self._model.spec.context_length
         self._attention.plan(
             [
-                AttentionRow(row.ask.number, _NO_PAGES, row.start, len(row.tokens), min(row.ask.capacity, context))
+                AttentionRow(
+                    row.ask.number,
+                    self._followed[row.ask.number].pages,
+                    row.start,
+                    len(row.tokens),
+                    min(row.ask.capacity, context),
+                )
                 for row in rows
             ]
         )

@@ -16,11 +16,11 @@ from engine.speculation.ngram import NgramDrafter
 from engine.text import ChatAssets, Codec
 
 
-def load_drafter(config: EngineConfig, assets: ChatAssets, kv_dtype: torch.dtype) -> Drafter | None:
+def load_drafter(config: EngineConfig, assets: ChatAssets, kv_dtype: torch.dtype, pool_tokens: int) -> Drafter | None:
     """None where speculation is off. assets: those of the model itself. Raises ModelError.
 
-    A draft model has the dtype of the model, and kv_dtype for keys and values. Its guesses are ids: each id must stand
-    for the same token in both.
+    A draft model has the dtype of the model, kv_dtype for keys and values, and room for `pool_tokens` of them. Its
+    guesses are ids: each id must stand for the same token in both.
     """
     if config.draft_model is None:
         return NgramDrafter() if config.speculation == "ngram" else None
@@ -33,7 +33,7 @@ def load_drafter(config: EngineConfig, assets: ChatAssets, kv_dtype: torch.dtype
     vocab_size = Codec(loaded.assets).vocab_size
     if vocab_size > loaded.model.spec.vocab_size:
         raise ModelError(f"the tokenizer has {vocab_size} ids, and the draft model knows fewer")
-    drafter = ModelDrafter(loaded.model, vocab_size, kv_dtype, config.max_batched_tokens)
+    drafter = ModelDrafter(loaded.model, vocab_size, kv_dtype, config.max_batched_tokens, pool_tokens)
     drafter.propose([Ask(-1, np.zeros(2, dtype=np.int32), at_most=1, capacity=4)])  # reads the weights in
     drafter.drop(-1)
     return drafter

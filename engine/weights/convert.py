@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -24,49 +23,35 @@ from engine.errors import ModelError
 from engine.models.config import DecoderConfig, from_hf
 from engine.models.gguf_config import from_gguf
 from engine.models.shapes import expected_shapes
-from engine.native import multiplies_bfloat16, multiplies_int8
-from engine.quant import int4, int8
+from engine.quant import GroupedWeight
+from engine.quant.grouped import Bits
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
-from engine.weights.calibration import input_peaks
 from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
-CONVERTER_VERSION = 12
+CONVERTER_VERSION = 13
 SIZES_FILE = "sizes.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights are kept: dense in `dense`; bits 4: linear layers packed to 4 bits for few rows, and for many in
-    `many_bits`, None: dense; bits 8: linear layers in 8 bits."""
+    """How weights are kept: dense, in `dense`; or linear layers in so many bits, and lm_head in 8."""
 
     dense: torch.dtype
-    bits: Literal[4, 8] | None = None
-    many_bits: Literal[8] | None = None
+    bits: Bits | None = None
 
     @property
     def name(self) -> str:
-        dense = str(self.dense).removeprefix("torch.")
-        if self.bits == 4:
-            # The packed order depends on the vector width, so a copy is only good for processors of this kind.
-            few, many = torch.backends.cpu.get_cpu_capability().lower(), "" if self.many_bits is None else "int8-"
-            return f"int4-{few}-{many}{dense}"
-        return dense if self.bits is None else f"int8-{dense}"
-
-    @property
-    def dtype(self) -> str:
-        """As in EngineConfig."""
+        """As in EngineConfig.dtype."""
         return str(self.dense).removeprefix("torch.") if self.bits is None else f"int{self.bits}"
 
 
 def choose_layout(dtype: str) -> Layout:
-    """auto is int4. Beside packed weights, many rows read 8 bits where the processor multiplies those natively, else
-    bfloat16 where it multiplies that, else float32."""
-    if dtype not in ("auto", "int4", "int8"):
-        return Layout(getattr(torch, dtype))
-    dense = torch.bfloat16 if multiplies_bfloat16() else torch.float32
-    return Layout(dense, 8) if dtype == "int8" else Layout(dense, 4, 8 if multiplies_int8() else None)
+    """auto is int4. What cannot be packed is float32 beside packed weights."""
+    if dtype in ("auto", "int4"):
+        return Layout(torch.float32, 4)
+    return Layout(torch.float32, 8) if dtype == "int8" else Layout(getattr(torch, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +115,13 @@ def _convert(source: Source, path: Path, target: Path, layout: Layout) -> None:
             assets = replace(assets, sampling={**source.sampling, **assets.sampling})
     _check_tensors(tensors, config)
     try:
-        peaks = _peaks(tensors, config, layout, assets)
-        converted = dict(_tensors(tensors, config, layout, peaks))
+        converted = dict(_tensors(tensors, config, layout))
     except (ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the weights of {path} do not fit its configuration: {error}") from None
     save_tensors(target, converted)
     (target / "model.json").write_text(json.dumps(config.to_json()), encoding="utf-8")
     assets.save(target)
     (target / SIZES_FILE).write_text(json.dumps(_sizes(target)), encoding="utf-8")
-
-
-def _peaks(source: TensorSource, config: DecoderConfig, layout: Layout, assets: ChatAssets) -> dict[str, torch.Tensor]:
-    """Of the inputs that this layout smooths. Runs the dense model, which is gone before the narrow one is made."""
-    if layout.many_bits is None:
-        return {}
-    return input_peaks(config, dict(_tensors(source, config, Layout(layout.dense), {})), assets)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -165,43 +142,29 @@ def _check_tensors(source: TensorSource, config: DecoderConfig) -> None:
             raise ModelError(f"{name} has the shape {list(actual)}, and the configuration says {list(shape)}")
 
 
-def _tensors(
-    source: TensorSource, config: DecoderConfig, layout: Layout, peaks: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """peaks: the largest inputs of the channels of those layers that 8-bit activations need smoothed."""
-
+def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     def fused(name: str, parts: list[str], bias: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        dense = torch.cat([source.dense(f"{part}.weight") for part in parts])
-        packs = layout.bits == 4 and int4.fits(*dense.shape)
         if bias:
             yield f"{name}.bias", torch.cat([source.dense(f"{part}.bias") for part in parts]).to(layout.dense)
-        if packs and name in peaks:
-            yield f"{name}.smoothing", (smoothing := int8.smoothing_of(peaks[name], dense))
-            dense = dense.float() * smoothing
-        if layout.bits == 8 or (packs and layout.many_bits == 8):
-            yield from eight_bits(name, dense)
+        if layout.bits is not None and GroupedWeight.fits(source.shape(f"{parts[0]}.weight")[1]):
+            yield from packed(name, GroupedWeight.cat([grouped(f"{part}.weight", layout.bits) for part in parts]))
         else:
-            yield f"{name}.weight", dense.to(layout.dense)
-        if packs:
-            stored = [source.grouped_4bit(f"{part}.weight") for part in parts]
-            groups = [
-                g if g is not None else int4.quantize(source.dense(f"{p}.weight"))
-                for g, p in zip(stored, parts, strict=True)
-            ]
-            joined = int4.Grouped4Bit(*(torch.cat([getattr(g, f) for g in groups]) for f in ("q", "scale", "zero")))
-            yield f"{name}.int4", (packed := int4.pack(joined))[0]
-            yield f"{name}.scale_zero", packed[1]
+            yield f"{name}.weight", torch.cat([source.dense(f"{part}.weight") for part in parts]).to(layout.dense)
 
-    def eight_bits(name: str, dense: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        yield f"{name}.int8", (rows := int8.quantize_rows(dense))[0]
-        yield f"{name}.scale", rows[1]
+    def grouped(name: str, bits: Bits) -> GroupedWeight:
+        stored = source.grouped_4bit(name) if bits == 4 else None
+        return stored if stored is not None else GroupedWeight.of(source.dense(name), bits)
+
+    def packed(name: str, weight: GroupedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{name}.packed", weight.pack()
+        yield f"{name}.outputs", torch.tensor(len(weight.u))
 
     embedding = source.dense("model.embed_tokens.weight")
     yield "embedding", embedding.to(layout.dense if layout.bits is None else torch.bfloat16)
     yield "norm", source.dense("model.norm.weight")
     head = embedding if config.tied_embeddings else source.dense("lm_head.weight")
-    if layout.bits is not None:
-        yield from eight_bits("lm_head", head)
+    if layout.bits is not None and GroupedWeight.fits(head.shape[1]):
+        yield from packed("lm_head", GroupedWeight.of(head, 8))
     elif not config.tied_embeddings:
         yield "lm_head.weight", head.to(layout.dense)
     for i in range(config.num_layers):

@@ -3,7 +3,7 @@
     weights.bin     the tensors' bytes, each from a multiple of 64 on
     weights.json    name -> dtype, shape, offset in bytes
 
-safetensors packs tensors closely, and torch's packed products crash on weights that begin at an odd address.
+safetensors packs tensors closely; here none shares a cache line with another.
 """
 
 from __future__ import annotations
@@ -29,20 +29,13 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read-only in intent. 8-bit weights are packed at load, so they have a mapping of their own, which ends with them:
-    else their pages would stay in memory beside the packed ones.
-
-    Files that `save_tensors` has not written raise OSError or any of Python's own errors.
-    """
+    """Read-only in intent. Files that `save_tensors` has not written raise OSError or any of Python's own errors."""
     path = folder / "weights.bin"
     index = json.loads((folder / "weights.json").read_text(encoding="utf-8"))
-    mapped, unpacked = (
-        torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8) for _ in range(2)
-    )
+    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     tensors = {}
     for name, entry in index.items():
         dtype, shape, start = getattr(torch, entry["dtype"]), entry["shape"], entry["offset"]
         count = torch.Size(shape).numel()
-        file = unpacked if dtype == torch.int8 else mapped
-        tensors[name] = file[start : start + count * dtype.itemsize].view(dtype).view(shape)
+        tensors[name] = mapped[start : start + count * dtype.itemsize].view(dtype).view(shape)
     return tensors

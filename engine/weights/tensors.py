@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
+from engine.kernels.products import GROUP
 from engine.models.config import DecoderConfig
-from engine.quant.int4 import GROUP, Grouped4Bit
+from engine.quant import GroupedWeight
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -30,7 +31,7 @@ class TensorSource(Protocol):
         """float32, in the shape of the Hugging Face model."""
         ...
 
-    def grouped_4bit(self, name: str) -> Grouped4Bit | None:
+    def grouped_4bit(self, name: str) -> GroupedWeight | None:
         """The weight exactly as stored in groups of 4 bits; None where it is stored in another way."""
         ...
 
@@ -69,7 +70,7 @@ class SafetensorsSource:
         heads = _rotary_heads(name, self._config)
         return tensor if heads is None else interleave_rotary(tensor, heads, self._config.head_dim)
 
-    def grouped_4bit(self, name: str) -> Grouped4Bit | None:
+    def grouped_4bit(self, name: str) -> GroupedWeight | None:
         return None
 
 
@@ -124,22 +125,20 @@ class GgufTensors:
         dense = torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))
         return self._reorder(name)(dense)
 
-    def grouped_4bit(self, name: str) -> Grouped4Bit | None:
+    def grouped_4bit(self, name: str) -> GroupedWeight | None:
         tensor = self._tensors[name]
         if tensor.tensor_type.name not in ("Q4_0", "Q4_1"):
             return None
         columns, rows = (int(n) for n in tensor.shape)
         has_minimum = tensor.tensor_type.name == "Q4_1"
         blocks = np.asarray(tensor.data).reshape(rows, columns // GROUP, (20 if has_minimum else 18))
-        scale = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
         nibbles = blocks[..., -16:]
-        q = np.concatenate((nibbles & 15, nibbles >> 4), axis=-1).astype(np.int32).reshape(rows, columns)
-        # Q4_1 is d * q + m, Q4_0 is d * (q - 8); here both are (q - 8) * scale + zero.
-        zero = np.zeros_like(scale)
-        if has_minimum:
-            zero = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32) + 8.0 * scale
+        u = np.concatenate((nibbles & 15, nibbles >> 4), axis=-1).reshape(rows, columns)
+        # Q4_1 is d * u + m, Q4_0 is d * (u - 8).
+        scale = blocks[..., :2].copy().view(np.float16)[..., 0]
+        least = blocks[..., 2:4].copy().view(np.float16)[..., 0] if has_minimum else scale * np.float16(-8)
         reorder = self._reorder(name)
-        return Grouped4Bit(*(reorder(torch.from_numpy(a)) for a in (q, scale, zero)))
+        return GroupedWeight(4, *(reorder(torch.from_numpy(each)) for each in (u, scale, least)))
 
     def _reorder(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         heads = _rotary_heads(name, self._config)

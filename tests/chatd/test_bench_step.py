@@ -32,16 +32,16 @@ def test_what_is_no_shape_is_told_in_one_line(text: str, capsys: pytest.CaptureF
     assert capsys.readouterr().err.strip().endswith("a step is SEQUENCESxCONTEXTxNEW, such as 4x400x1")
 
 
-def test_the_parts_add_up_to_the_step(tiny_model: Path, tmp_path: Path) -> None:
-    config = EngineConfig(model=str(tiny_model), models_dir=tmp_path, dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_every_part_of_a_step_is_measured(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), models_dir=tmp_path, dtype=dtype)
     shapes = [StepShape(3, 20, 1), StepShape(1, 0, 30)]
     times = list(measure_steps(config, shapes, repeat=5))
     assert [time.shape for time in times] == ["3x20x1", "1x0x30"]
     for time in times:
         assert tuple(time.parts_ms) == PARTS
-        assert sum(time.parts_ms.values()) == pytest.approx(time.total_ms)
         assert 0 < time.fastest_ms <= time.total_ms
-        assert all(time.parts_ms[part] > 0 for part in ("qkv", "out", "gate_up", "down", "attention", "plan"))
+        assert all(milliseconds > 0 for milliseconds in time.parts_ms.values())
 
 
 def test_a_step_beyond_the_context_is_refused(tiny_model: Path, tmp_path: Path) -> None:

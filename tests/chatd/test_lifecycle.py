@@ -62,6 +62,16 @@ async def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
 
 
+async def test_an_engine_that_has_ended_by_a_fault(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        await server.backend.loading
+        server.engine.broken = True
+        ready = await server.http.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "failed"})
+        answer = await server.http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+
+
 async def test_a_shutdown_gives_grace_then_interrupts_and_keeps_the_text(tmp_path: Path) -> None:
     async with serving(tmp_path, shutdown_grace_s=30) as server:
         quick, slow = await server.session(), await server.session()

@@ -18,7 +18,7 @@ from tests.support.server import ServerProcess
 pytestmark = pytest.mark.slow
 
 QUESTIONS = [
-    "What is the capital of France?",
+    "What is the capital of Germany?",
     "And of Italy?",
     "Which is the larger city?",
     "Name a river there.",
@@ -64,7 +64,7 @@ def test_eight_turns_prefill_only_what_is_new(single_token_pages: ServerProcess)
         earlier = usage["total_tokens"]
     replies = [m for m in client.messages(session) if m["role"] == "assistant"]
     assert len(replies) == len(QUESTIONS)
-    assert "Paris" in replies[0]["content"]
+    assert "Berlin" in replies[0]["content"]
     assert replies[-1]["usage"] == usage
 
 
@@ -218,7 +218,7 @@ def test_a_context_that_is_full_slides_and_says_so(models_dir: Path, tmp_path: P
 
 
 def test_openai_stream_counts_cached_tokens(client: RestClient) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France? " * 12}]
+    messages = [{"role": "user", "content": "What is the capital of Germany? " * 12}]
     earlier = 0
     for _ in range(2):
         body = {"model": "default", "messages": messages, "stream": True, "max_tokens": 12, "min_tokens": 12}

@@ -2,221 +2,276 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from engine.attention import AttentionRow, KVShape, LayerAttention, TorchAttention
-from engine.attention.groups import group_rows
-from engine.attention.working import _PRODUCT_BYTES, WorkingCopies
+from engine.attention import AttentionRow, CpuAttention, KVShape, LayerAttention
+from engine.kernels.geometry import MANY, MOST_FEW, STRETCH
+from tests.engine.attention_rig import LAYERS, Rig, Text, expected
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LAYERS = (LayerAttention(), LayerAttention(window=37, scale=0.2), LayerAttention(softcap=3.0))
-HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
-SHAPE = KVShape(len(LAYERS), KV_HEADS, HEAD_DIM, num_pages=1, page_size=1, dtype=torch.float32)
-NO_PAGES = np.empty(0, dtype=np.int32)
+PLAIN = (LayerAttention(), LayerAttention(window=37))
+COUNTS = [1, 2, MOST_FEW, MOST_FEW + 1, MANY - 1, MANY, MANY + 1, MANY + MOST_FEW, MANY + MOST_FEW + 1, 2 * MANY + 3]
 
 
-@dataclass
-class Text:
-    """Keys and values of one sequence, [layers, tokens, KV_HEADS, HEAD_DIM]; the first `computed` are in use."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    computed: int = 0
+def fast_forward(rig: Rig, number: int, tokens: int) -> None:
+    """Computes the first tokens of a sequence in one step."""
+    if tokens:
+        rig.step({number: tokens})
 
 
-@dataclass
-class Rig:
-    """Sequences that live in their working copies alone, each step compared with `expected`."""
-
-    random: np.random.Generator
-    attention: TorchAttention = field(default_factory=lambda: TorchAttention(SHAPE, LAYERS))
-    texts: dict[int, Text] = field(default_factory=dict)
-
-    def made(self, *sizes: int) -> torch.Tensor:
-        return torch.from_numpy(self.random.standard_normal(sizes).astype(np.float32))
-
-    def add(self, number: int, tokens: int) -> None:
-        sizes = (len(LAYERS), tokens, KV_HEADS, HEAD_DIM)
-        self.texts[number] = Text(self.made(*sizes), self.made(*sizes))
-
-    def step(self, counts: dict[int, int]) -> list[torch.Tensor]:
-        """Computes so many tokens of each; gives the outputs [T, HEADS, HEAD_DIM] of each layer."""
-        texts = [self.texts[number] for number in counts]
-        spans = [slice(t.computed, t.computed + c) for t, c in zip(texts, counts.values(), strict=True)]
-        rows = [
-            AttentionRow(number, NO_PAGES, span.start, span.stop - span.start, len(text.k[0]))
-            for number, text, span in zip(counts, texts, spans, strict=True)
-        ]
-        self.attention.plan(rows)
-        outputs = []
-        for layer, options in enumerate(LAYERS):
-            q = self.made(sum(counts.values()), HEADS, HEAD_DIM)
-            k = torch.cat([text.k[layer, span] for text, span in zip(texts, spans, strict=True)])
-            v = torch.cat([text.v[layer, span] for text, span in zip(texts, spans, strict=True)])
-            outputs.append(self.attention.run(layer, q, k, v))
-            queries = q.split(list(counts.values()))
-            wanted = [expected(*one, layer, options) for one in zip(queries, texts, spans, strict=True)]
-            torch.testing.assert_close(outputs[-1], torch.cat(wanted), rtol=1e-4, atol=1e-5)
-        for text, span in zip(texts, spans, strict=True):
-            text.computed = span.stop
-        return outputs
-
-
-def expected(q: torch.Tensor, text: Text, span: slice, layer: int, options: LayerAttention) -> torch.Tensor:
-    """In float64: softmax(q k^T) v over the keys that each token sees."""
-    k = text.k[layer, : span.stop].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
-    v = text.v[layer, : span.stop].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
-    scores = torch.einsum("thd,shd->hts", q.double(), k) * (options.scale or HEAD_DIM**-0.5)
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    own, theirs = torch.arange(span.start, span.stop)[:, None], torch.arange(span.stop)
-    hidden = theirs > own
-    if options.window is not None:
-        hidden |= theirs <= own - options.window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v).float()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_company(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    rig, next_number = Rig(random), 0
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_company(seed: int, page_size: int) -> None:
+    rig, next_number = Rig(seed, page_size=page_size), 0
+    random = rig.random
     for _ in range(25):
-        while len(rig.texts) < random.integers(2, 8):
-            rig.add(next_number, int(random.choice([300, 700, 1300])))
+        while len(rig.sequences) < random.integers(2, 8) and rig.room_for(700):
+            rig.add(next_number, int(random.choice([40, 300, 700])))
             next_number += 1
         counts = {}
-        for number, text in rig.texts.items():
-            left = len(text.k[0]) - text.computed
+        for number, held in rig.sequences.items():
+            left = held.text.tokens - held.computed
             if left and random.random() < 0.8:
-                count = int(random.choice([1, 1, 1, 3, 20, 150, 400]))
-                counts[number] = min(left, count)
+                counts[number] = min(left, int(random.choice([1, 1, 1, 3, 20, 150, 400])))
         if counts:
             rig.step(counts)
-        for number in [n for n in rig.texts if random.random() < 0.1]:
-            rig.attention.drop(number)
-            del rig.texts[number]
-        if rig.texts and random.random() < 0.2:
-            source = int(random.choice(list(rig.texts)))
-            text = rig.texts[source]
-            if text.computed > 0:
-                rig.attention.fork(source, next_number, text.computed, None)
-                sizes = (len(LAYERS), len(text.k[0]) - text.computed, KV_HEADS, HEAD_DIM)
-                k, v = (torch.cat((past[:, : text.computed], rig.made(*sizes)), 1) for past in (text.k, text.v))
-                rig.texts[next_number] = Text(k, v, text.computed)
+        for number, held in rig.sequences.items():
+            if held.computed - held.own > 4 and random.random() < 0.2:
+                rig.reject(number, int(random.integers(1, 5)))
+        for number in [n for n in rig.sequences if random.random() < 0.1]:
+            rig.drop(number)
+        if rig.sequences and random.random() < 0.3:
+            source = int(random.choice(list(rig.sequences)))
+            more = int(random.integers(1, 200))
+            if rig.sequences[source].computed and rig.room_for(rig.sequences[source].computed + more):
+                rig.fork(source, next_number, more)
                 next_number += 1
-    for number in list(rig.texts):
-        rig.attention.drop(number)
-    assert rig.attention.sequences == 0
 
 
-def test_guesses_that_were_not_kept_are_written_over() -> None:
-    rig = Rig(np.random.default_rng(1))
-    rig.add(0, 300)
-    rig.step({0: 100})
-    rig.step({0: 4})
-    text = rig.texts[0]
-    text.computed -= 3
-    text.k[:, text.computed :] = rig.made(*text.k[:, text.computed :].shape)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(2, 2, 64, 16), (6, 2, 80, 16), (4, 1, 128, 16), (16, 2, 16, 16), (3, 3, 2, 3), (9, 3, 64, 5)],
+)
+def test_any_geometry(heads: int, kv_heads: int, head_dim: int, page_size: int) -> None:
+    rig = Rig(3, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, layers=PLAIN)
+    rig.add(0, 400)
+    rig.add(1, 400)
+    rig.step({0: 300, 1: 5})
+    rig.step({0: 1, 1: 40})
+    rig.step({1: 7, 0: 8})
+
+
+@pytest.mark.parametrize("start", [0, 10, STRETCH - 3])
+@pytest.mark.parametrize("count", COUNTS)
+def test_any_number_of_tokens(count: int, start: int) -> None:
+    rig = Rig(4, page_size=16)
+    rig.add(0, start + count)
+    fast_forward(rig, 0, start)
+    rig.step({0: count})
+
+
+@pytest.mark.parametrize("past", [STRETCH - 2, STRETCH - 1, STRETCH, 2 * STRETCH - 1, 2 * STRETCH, 5 * STRETCH + 17])
+def test_keys_are_cut_into_stretches(past: int) -> None:
+    layers = (*LAYERS, LayerAttention(window=STRETCH), LayerAttention(window=STRETCH + 44))
+    rig = Rig(5, page_size=16, layers=layers)
+    rig.add(0, past + 9)
+    rig.step({0: past})
     rig.step({0: 1})
-    rig.step({0: 2})
+    rig.step({0: 8})
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_own_sequence(bad: float) -> None:
-    rig = Rig(np.random.default_rng(2))
-    rig.add(0, 200)
-    rig.add(1, 200)
-    rig.step({0: 150, 1: 100})
-    rig.attention.plan([AttentionRow(0, NO_PAGES, 150, 1, 200)])
-    for layer in range(len(LAYERS)):
-        broken = torch.full((1, KV_HEADS, HEAD_DIM), bad)
-        rig.attention.run(layer, rig.made(1, HEADS, HEAD_DIM), broken, broken)
-    rig.step({1: 1})
-    rig.attention.drop(0)
-    rig.add(2, 200)  # in the place that 0 had
-    rig.step({2: 10, 1: 1})
+@pytest.mark.parametrize("scale", [8.0, -8.0])
+def test_large_scores(scale: float) -> None:
+    """Of some hundreds: e ** score is not a number of float32."""
+    rig = Rig(6, layers=(LayerAttention(scale=scale), LayerAttention(softcap=200.0, scale=scale)), page_size=16)
+    text = rig.text(300)
+    rig.add(0, Text(text.q * 3, text.k * 3, text.v))
+    rig.run({0: 250})
+    rig.sequences[0].computed = 250
+    found = rig.run({0: 1})[0]
+    wanted = expected(rig.sequences[0].text, slice(250, 251), rig.layers, torch.float32)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
+
+
+# Who else is in a step.
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_company_changes_no_bit(dtype: torch.dtype, page_size: int) -> None:
+    alone, beside = (Rig(seed, page_size=page_size, dtype=dtype) for seed in (7, 8))
+    text = alone.text(400)
+    for rig in (alone, beside):
+        rig.add(0, text)
+    for number, tokens in ((1, 500), (2, 70), (3, 300)):
+        beside.add(number, tokens)
+    beside.step({1: 300, 2: 3})
+    for count, others in ((270, {1: 1}), (1, {1: 1, 2: 20, 3: 100}), (5, {2: 1, 3: 1}), (1, {1: 40})):
+        assert torch.equal(alone.step({0: count})[0], beside.step({**others, 0: count})[0])
+
+
+@pytest.mark.parametrize("start", [0, 5, 30, STRETCH - 4, STRETCH, 2 * STRETCH - 1, 2 * STRETCH + 90])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_few_tokens_get_the_same_bits_together_and_one_by_one(page_size: int, start: int) -> None:
+    rig = Rig(9, page_size=page_size, layers=(*LAYERS, LayerAttention(window=STRETCH + 44)))
+    rig.add(0, start + MOST_FEW)
+    fast_forward(rig, 0, start)
+    for count in range(1, MOST_FEW + 1):
+        rig.sequences[0].computed = start
+        together = rig.step({0: count})[0]
+        rig.sequences[0].computed = start
+        one_by_one = torch.cat([rig.step({0: 1})[0] for _ in range(count)], 1)
+        assert torch.equal(together, one_by_one)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+    one, several = (Rig(10, page_size=16) for _ in range(2))
+    for rig in (one, several):
+        rig.add(0, 700)
+        rig.add(1, 100)
+    for counts in ({0: 600, 1: 5}, {0: 1, 1: 60}, {0: 7, 1: 1}):
+        alone = one.step(counts)
+        torch.set_num_threads(threads)
+        together = several.step(counts)
+        torch.set_num_threads(1)
+        for number in counts:
+            assert torch.equal(alone[number], together[number])
+
+
+# What is not a number.
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_what_is_not_finite_stays_in_its_own_sequence(dtype: torch.dtype, bad: float, what: str) -> None:
+    rig, clean = (Rig(11, dtype=dtype, layers=PLAIN, page_size=16) for _ in range(2))
+    texts = [rig.text(200) for _ in range(3)]
+    spoiled = getattr(texts[0], what).clone()
+    spoiled[:, 150] = bad
+    rig.add(0, replace(texts[0], **{what: spoiled}))
+    rig.add(1, texts[1])
+    clean.add(1, texts[1])
+    rig.step({0: 145, 1: 100})
+    clean.step({1: 100})
+    for count in (6, 1, 20):  # the bad token is the last of six; it is seen from then on
+        found, wanted = rig.run({0: count, 1: 1}), clean.step({1: 1})
+        rig.sequences[0].computed += count
+        rig.sequences[1].computed += 1
+        assert torch.equal(found[1], wanted[1])
+        if what != "q" or count == 6:
+            assert not bool(found[0][:, -1].isfinite().any()), "it is not lost"
+    rig.drop(0)
+    rig.add(2, texts[2])  # in the pages that 0 had
+    rig.step({2: 100, 1: 1})
     rig.step({2: 1, 1: 1})
 
 
-def copies_of(*lengths: int) -> tuple[WorkingCopies, list[AttentionRow]]:
-    """Sequences 0, 1, ... of these lengths, each about to compute one token."""
-    copies = WorkingCopies(SHAPE, torch.float32)
-    rows = []
-    for number, length in enumerate(lengths):
-        copies.make(number, length + 1).length = length + 1
-        rows.append(AttentionRow(number, NO_PAGES, length, 1, 1024))
-    return copies, rows
+def test_guesses_that_were_not_numbers_are_written_over() -> None:
+    rig = Rig(12, page_size=16)
+    held = rig.add(0, 300)
+    rig.step({0: 100})
+    held.text.k[:, 101:104] = held.text.v[:, 101:104] = float("nan")
+    rig.run({0: 4})
+    held.computed = 104
+    rig.reject(0, 3)
+    rig.step({0: 1})
+    rig.step({0: 20})
 
 
-def spans(copies: WorkingCopies, rows: list[AttentionRow]) -> Iterator[tuple[int, int, int, int]]:
-    for group in group_rows(rows, [copies[row.sequence] for row in rows], [None]):
-        yield group.room.size, group.first, group.last, group.count
+# What is refused.
 
 
-def test_sequences_share_a_product_until_that_wastes_more_than_another_costs() -> None:
-    token_bytes = 2 * KV_HEADS * HEAD_DIM * 4
-    long = _PRODUCT_BYTES // token_bytes  # a place of which another sequence may waste almost all, and a second not
-    copies, rows = copies_of(10, long - 1, 20, 30, 255, 300)
-    assert copies[1].room.size == long
-    assert list(spans(copies, rows)) == [(256, 0, 3, 1), (long, 0, 2, 1), (384, 0, 1, 1)]
-    assert [copies[n].room.size for n in range(6)] == [256, long, long, 256, 256, 384]
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
 
 
-def test_a_free_place_is_computed_along_but_not_more_than_half() -> None:
-    copies, rows = copies_of(*[100] * 9)
-    for gone in (1, 2):
-        copies.drop(gone)
-    left = [row for row in rows if row.sequence not in (1, 2)]
-    assert list(spans(copies, left)) == [(256, 0, 9, 1)]
-    for gone in (3, 4, 5, 6):
-        copies.drop(gone)
-    left = [row for row in left if row.sequence in (0, 7, 8)]
-    assert list(spans(copies, left)) == [(256, 0, 1, 1), (256, 7, 9, 1)]
-    copies.make(20, 5)
-    assert copies[20].place == 1, "the first free place is taken"
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (AttentionRow(0, pages(0), 0, 5, 5), "1 pages cannot take 5 tokens from 0 on"),
+        (AttentionRow(0, pages(0, 1), 6, 3, 9), "2 pages cannot take 3 tokens from 6 on"),
+        (AttentionRow(0, pages(0), 0, 0, 5), "cannot take 0 tokens"),
+        (AttentionRow(0, pages(0), -1, 2, 5), "from -1 on"),
+        (AttentionRow(0, pages(0, 8), 0, 5, 5), "a page beyond the 8 of the pool"),
+        (AttentionRow(0, pages(-1), 0, 1, 5), "a page beyond"),
+    ],
+)
+def test_bad_rows_are_refused(row: AttentionRow, message: str) -> None:
+    attention = CpuAttention(KVShape(1, 2, 8, 8, 4, torch.float32))
+    with pytest.raises(ValueError, match=message):
+        attention.plan([AttentionRow(1, pages(7), 0, 4, 4), row])
 
 
-def test_a_sequence_that_outgrows_its_place_joins_a_larger_room_in_use() -> None:
-    copies, _ = copies_of(100, 600)
-    assert copies[0].room is not copies[1].room
-    assert copies.reserve(0, 257).room is copies[1].room
-    copies.drop(1)
-    copies.drop(1)
-    assert len(copies) == 1
-    assert 1 not in copies
+def test_pages_that_a_step_does_not_reach_do_not_matter() -> None:
+    rig = Rig(14)
+    held = rig.add(0, 20)
+    wanted = rig.step({0: 8})[0]
+    held.computed, held.pages[2:] = 0, -1
+    assert torch.equal(rig.step({0: 8})[0], wanted)
 
 
-def test_empty_rooms_are_kept_for_the_next_sequence_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, _ = copies_of(100)
-    first = copies[0].room
-    copies.drop(0)
-    assert copies.make(1, 200).room is first
-    copies.drop(1)
-    other = copies.make(2, 1000).room
-    assert other.size == 1024, "an empty room is only used for its own size"
-    monkeypatch.setattr("engine.attention.working._SPARE_BYTES", other.kv.nbytes)
-    copies.drop(2)
-    assert copies.make(3, 1000).room is other
-    assert copies.make(4, 100).room is other
-    copies.drop(4)
-    copies.drop(3)
-    assert copies.make(5, 100).room is not first, "the room that was empty for longest is given up"
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((3, 4, 4), (3, 2, 8), (3, 2, 8)),
+        ((3, 5, 8), (3, 2, 8), (3, 2, 8)),
+        ((3, 4, 8), (3, 1, 8), (3, 1, 8)),
+        ((3, 4, 8), (3, 2, 8), (3, 2, 4)),
+        ((2, 4, 8), (2, 2, 8), (2, 2, 8)),
+        ((3, 4, 8), (4, 2, 8), (3, 2, 8)),
+    ],
+)
+def test_bad_shapes_are_refused(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    attention = CpuAttention(KVShape(1, 2, 8, 8, 4, torch.float32))
+    attention.plan([AttentionRow(0, pages(3), 0, 3, 3)])
+    with pytest.raises(ValueError, match=r"queries, keys and values of|tokens, and 3 were planned"):
+        attention.run(0, torch.zeros(q), torch.zeros(k), torch.zeros(v))
 
 
-def test_a_sequence_keeps_what_it_holds_when_it_moves() -> None:
-    copies = WorkingCopies(SHAPE, torch.bfloat16)
-    held = torch.randn(2, len(LAYERS), KV_HEADS, 256, HEAD_DIM).bfloat16()
-    for number in range(5):  # the room grows twice
-        copy = copies.make(number, 256)
-        copy.kv[:] = held + number
-        copy.length = 256
-    copies.reserve(3, 300)
-    for number in range(5):
-        assert torch.equal(copies[number].kv[..., :256, :], held + number)
+def test_a_step_must_be_planned() -> None:
+    attention = CpuAttention(KVShape(1, 2, 8, 8, 4, torch.float32))
+    with pytest.raises(RuntimeError, match="not planned"):
+        attention.run(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+
+
+def test_there_is_attention_for_each_layer() -> None:
+    with pytest.raises(ValueError, match="2 layers, but the attention of 3"):
+        CpuAttention(KVShape(2, 2, 8, 8, 4, torch.float32), LAYERS)
+
+
+@pytest.mark.parametrize("layout", ["apart", "turned over", "bfloat16"])
+def test_tensors_of_any_layout(layout: str) -> None:
+    rig = Rig(13, layers=PLAIN)
+    held = rig.add(0, 20)
+    wanted = rig.step({0: 20})[0]
+    held.computed = 0
+    rig.attention.plan([AttentionRow(0, held.pages, 0, 20, 20)])
+    for layer in range(len(PLAIN)):
+        q, k, v = (getattr(held.text, name)[layer] for name in "qkv")
+        if layout == "apart":
+            q, k, v = torch.cat((q, k, v), 1).split((6, 2, 2), 1)
+        elif layout == "turned over":
+            q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+        else:
+            q, k, v = (x.bfloat16() for x in (q, k, v))
+        found = rig.attention.run(layer, q, k, v)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted[layer], atol=0.05 if layout == "bfloat16" else 0, rtol=0)
+
+
+def test_the_room_for_partial_results_is_made_at_once_for_all_windows() -> None:
+    attention = CpuAttention(KVShape(2, 2, 8, 100, 16, torch.float32), (LayerAttention(20), LayerAttention()))
+    q, k = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
+    for layer in range(2):
+        attention.call(layer, q, k, k, torch.empty(1, 2, 8))
+    attention.plan([AttentionRow(0, np.arange(100, dtype=np.int32), 1290, 1, 1600)])
+    windowed, plain = (attention.planned(window) for window in (20, None))
+    assert windowed["num_merges"] == plain["num_merges"] == 1
+    assert windowed["partials"] == plain["partials"]

@@ -301,4 +301,3 @@ async def test_a_storm_of_aborts_loses_no_page(start_engine: StartEngine, pool_t
     engine._cache.check()
     assert engine.snapshot().pages.free == engine.info.num_pages
     assert (engine.snapshot().running, engine.snapshot().waiting) == (0, 0)
-    assert engine._stepper._runner._attention.sequences == 0  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionRow, TorchAttention
+from engine.attention import AttentionRow, CpuAttention
 from engine.errors import ModelError
 from engine.models.base import Model
 from engine.models.decoder import Decoder
@@ -79,11 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def attention_for(model: Model, page_size: int = 4, num_pages: int = 64) -> TorchAttention:
-    return TorchAttention(model.spec.kv_shape(num_pages, page_size, torch.float32), model.spec.layers)
+def attention_for(model: Model, page_size: int = 4, num_pages: int = 64) -> CpuAttention:
+    return CpuAttention(model.spec.kv_shape(num_pages, page_size, torch.float32), model.spec.layers)
 
 
-def logits(model: Model, attention: TorchAttention, ids: torch.Tensor, row: AttentionRow) -> torch.Tensor:
+def logits(model: Model, attention: CpuAttention, ids: torch.Tensor, row: AttentionRow) -> torch.Tensor:
     attention.plan([row])
     span = torch.arange(row.start, row.start + row.count)
     with torch.inference_mode():
@@ -137,7 +137,7 @@ def test_narrow_weights_stay_close_to_the_dense_model(dtype: str, tmp_path: Path
     save_tiny(tmp_path / "model", "llama", initializer_range=0.05)
     dense, packed = (open_model(str(tmp_path / "model"), tmp_path / "models", name) for name in ("float32", dtype))
     exact, model = (Decoder(m.config, m.tensors()) for m in (dense, packed))
-    assert any(name.endswith(".int4") for name in packed.tensors()) == (dtype == "int4")
+    assert any(name.endswith(".packed") for name in packed.tensors()) == (dtype != "bfloat16")
     ids = torch.arange(3, 83)
     row = AttentionRow(1, np.arange(20, dtype=np.int32), 0, 80, 80)
     expected = logits(exact, attention_for(exact), ids, row)
@@ -150,6 +150,31 @@ def test_narrow_weights_stay_close_to_the_dense_model(dtype: str, tmp_path: Path
     )
     similarity = torch.nn.functional.cosine_similarity(few, expected, dim=-1)
     assert float(similarity.min()) > 0.95
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_key_value_heads": 1, "head_dim": 4},  # 24 queries, keys and values do not fill blocks of 16 outputs
+        {"num_key_value_heads": 1, "head_dim": 20, "intermediate_size": 36},  # nor do 72 gates and ups
+        {"hidden_size": 40, "head_dim": 16},  # only `out` and `down` are packed, and do not fill them
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 12},
+        {"tie_word_embeddings": True, "hidden_size": 48},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_layers_of_any_size_are_packed_or_dense(dtype: str, options: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama", **{"initializer_range": 0.05, **options})
+    dense, packed = (open_model(str(tmp_path / "model"), tmp_path / "models", name) for name in ("float32", dtype))
+    exact, model = (Decoder(m.config, m.tensors()) for m in (dense, packed))
+    ids = torch.arange(3, 83)
+    pages = np.arange(20, dtype=np.int32)
+    expected = logits(exact, attention_for(exact), ids, AttentionRow(1, pages, 0, 80, 80))
+    attention = attention_for(model)
+    found = torch.cat(
+        [logits(model, attention, ids, AttentionRow(1, pages, start, 16, 80)) for start in range(0, 80, 16)]
+    )
+    assert float(torch.nn.functional.cosine_similarity(found, expected, dim=-1).min()) > 0.95
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Keys and values in every type: what is attended to is what the pool gives back, however it came there."""
+"""Keys and values in every type: what is attended to is what the pool keeps of them, however it came there."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from cache import PagePool, PrefixCache
-from engine.attention import AttentionRow, KVShape, LayerAttention, TorchAttention
-from engine.attention.kv_pool import DensePool, Int8Pool, KVPool
+from engine.attention import AttentionRow, CpuAttention, KVShape, LayerAttention
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.loading import load_engine
 from engine.models.decoder import Decoder
 from engine.weights import open_model
+from tests.engine.attention_rig import Rig, stored
 from tests.engine.conftest import StartEngine
 from tests.support.generation import generate
 
@@ -42,7 +42,7 @@ class Attending:
     def __init__(self, dtype: torch.dtype, page_size: int) -> None:
         num_pages = 4 * TOKENS
         self.page_size = page_size
-        self.attention = TorchAttention(KVShape(len(LAYERS), KV_HEADS, HEAD_DIM, num_pages, page_size, dtype), LAYERS)
+        self.attention = CpuAttention(KVShape(len(LAYERS), KV_HEADS, HEAD_DIM, num_pages, page_size, dtype), LAYERS)
         random = torch.Generator().manual_seed(7)
         self._qkv = torch.randn((len(LAYERS), TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM), generator=random)
         self._pages = np.random.default_rng(7).permutation(num_pages).astype(np.int32)
@@ -115,17 +115,6 @@ def test_both_branches_of_a_fork_see_the_same_bits(dtype: torch.dtype, page_size
     assert torch.equal(made.last(3, np.asarray(found.pages, np.int32), found.cached_tokens), cold)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_without_native_bfloat16_attention_is_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.attention.kv_pool.multiplies_bfloat16", lambda: False)
-    made = Attending(dtype, 16)
-    cold = made.last(0, made.pages(0), 0)
-    assert cold.dtype == torch.float32
-    full = CACHED // 16
-    found = np.concatenate((made.pages(0)[:full], made.pages(2)[full:]))
-    assert torch.equal(made.last(2, found, CACHED), cold), "from the cache"
-
-
 def test_neighbours_in_a_step_change_no_bit() -> None:
     made = Attending(torch.int8, 4)
     cold = made.last(0, made.pages(0), 0)
@@ -136,64 +125,72 @@ def test_neighbours_in_a_step_change_no_bit() -> None:
     assert torch.equal(made.last(2, made.pages(2), CACHED), cold)
 
 
-def pool_of(dtype: torch.dtype, kind: str, slots: int, head_dim: int) -> KVPool:
-    kept = {"dense": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[kind]
-    shape = KVShape(1, 1, head_dim, slots, 1, kept)
-    return Int8Pool(shape, dtype) if kind == "int8" else DensePool(shape, dtype)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_attention_is_that_of_rounded_keys_and_values(dtype: torch.dtype, page_size: int) -> None:
+    rig = Rig(1, head_dim=HEAD_DIM, page_size=page_size, dtype=dtype)
+    rig.add(0, 700)
+    rig.add(1, 200)
+    rig.step({0: 500, 1: 3})
+    rig.step({0: 1, 1: 45})
+    rig.fork(1, 2, 30)
+    rig.reject(0, 1)
+    rig.step({2: 5, 0: 8, 1: 1})
+
+
+def kept(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    """What the pool keeps of values [tokens, head_dim]: a token that sees nothing but itself gets its own value."""
+    tokens, head_dim = values.shape
+    attention = CpuAttention(KVShape(1, 1, head_dim, tokens, 1, dtype))
+    pages = np.arange(tokens, dtype=np.int32)
+    attention.plan([AttentionRow(n, pages[n : n + 1], 0, 1, 1) for n in range(tokens)])
+    zeros = torch.zeros(tokens, 1, head_dim)
+    return attention.run(0, zeros, zeros, values[:, None])[:, 0]
 
 
 EXTREME = [0.0, 1e-45, 1.4e-38, 1.49e-36, 1.493e-36, 1.5e-36, 3e38]  # 127 of the smallest step are 1.493e-36
+HALFWAY = [1.00390625, 1.01171875]  # between two neighbours of bfloat16: one goes down, one up
 
 
 @given(
     values=st.lists(
-        st.floats(-(2.0**126), 2.0**126, width=32) | st.sampled_from(EXTREME),
-        min_size=8,
-        max_size=8,
+        st.floats(-(2.0**126), 2.0**126, width=32) | st.sampled_from(EXTREME + HALFWAY),
+        min_size=32,
+        max_size=32,
     )
 )
-@pytest.mark.parametrize("kind", ["dense", "bfloat16", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(deadline=None, max_examples=200)
-def test_the_pool_gives_back_what_it_was_given(dtype: torch.dtype, kind: str, values: list[float]) -> None:
-    pool = pool_of(dtype, kind, 3, 4)
-    k = torch.tensor(values).view(2, 1, 4)
-    rounded = pool.rounded(k, k.flip(0))
-    stored = rounded.permute(0, 2, 1, 3)[:, None]  # [2, layers, H, n, D]
-    pool.write(1, stored)
-    out = torch.empty_like(stored)
-    pool.read(1, out)
-    assert torch.equal(out, stored)
-    if kind == "int8":
-        largest = k.abs().amax(-1, keepdim=True)
+def test_the_pool_gives_back_what_it_was_given(dtype: torch.dtype, values: list[float]) -> None:
+    x = torch.tensor(values).view(2, HEAD_DIM)
+    assert torch.equal(kept(dtype, x), stored(x, dtype))
+    if dtype == torch.int8:
+        largest = x.abs().amax(-1, keepdim=True)
         allowed = largest / 127 * 0.51 + largest * 2**-8 + torch.finfo(torch.float32).tiny
-        assert bool(((rounded[0].float() - k).abs() <= allowed).all())
+        assert bool(((stored(x, dtype) - x).abs() <= allowed).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_random_elements_come_back_from_8_bits_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_elements_of_any_size_are_kept(dtype: torch.dtype, head_dim: int) -> None:
     random = torch.Generator().manual_seed(3)
-    pool = pool_of(dtype, "int8", 20_000, 16)
-    size = torch.exp(torch.randn((20_000, 1, 1), generator=random) * 8)
-    k = torch.randn((20_000, 1, 16), generator=random) * size
-    stored = pool.rounded(k, k).permute(0, 2, 1, 3)[:, None]
-    pool.write(0, stored)
-    out = torch.empty_like(stored)
-    pool.read(0, out)
-    assert torch.equal(out, stored)
+    size = torch.exp(torch.randn((3000, 1), generator=random) * 8)
+    x = torch.randn((3000, head_dim), generator=random) * size
+    assert torch.equal(kept(dtype, x), stored(x, dtype))
+    assert torch.equal(kept(dtype, stored(x, dtype)), stored(x, dtype)), "rounded twice"
 
 
+@pytest.mark.parametrize("element", [0, 15, 20, 63])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_stays_in_its_token(bad: float) -> None:
-    pool = pool_of(torch.bfloat16, "int8", 2, 4)
-    k = torch.ones((2, 1, 4))
-    k[0, 0, 1] = bad
-    stored = pool.rounded(k, k).permute(0, 2, 1, 3)[:, None]
-    pool.write(0, stored)
-    out = torch.empty_like(stored)
-    pool.read(0, out)
-    assert not bool(out[:, 0, 0, 0].isfinite().any())
-    assert torch.equal(out[:, 0, 0, 1], torch.ones(2, 4, dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_in_its_token(dtype: torch.dtype, bad: float, element: int) -> None:
+    x = torch.ones(3, 64)
+    x[1, element] = bad
+    found = kept(dtype, x)
+    assert torch.equal(found[[0, 2]], x[[0, 2]])
+    assert not bool(found[1, element].isfinite())
+    if dtype == torch.int8:  # in which all elements share what is not finite
+        assert not bool(found[1].isfinite().any())
 
 
 @pytest.mark.parametrize(
@@ -215,8 +212,7 @@ def test_page_bytes(dtype: torch.dtype, page_size: int, page_bytes: int) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_pool_takes_the_bytes_that_its_shape_says(dtype: torch.dtype) -> None:
     shape = KVShape(3, 2, 16, 10, 16, dtype)
-    pool = DensePool(shape, torch.float32) if dtype != torch.int8 else Int8Pool(shape, torch.float32)
-    held = [value for value in vars(pool).values() if isinstance(value, torch.Tensor)]
+    held = [value for value in vars(CpuAttention(shape)).values() if isinstance(value, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in held) == shape.num_pages * shape.page_bytes
 
 
@@ -229,7 +225,7 @@ def test_logits_stay_close_to_those_of_float32(
     ids = torch.randint(3, model.spec.vocab_size, (200,), generator=torch.Generator().manual_seed(2))
 
     def logits(kv: torch.dtype) -> torch.Tensor:
-        attention = TorchAttention(model.spec.kv_shape(13, 16, kv))
+        attention = CpuAttention(model.spec.kv_shape(13, 16, kv))
         attention.plan([AttentionRow(0, np.arange(13, dtype=np.int32), 0, 200, 200)])
         with torch.inference_mode():
             return model.forward(ids, torch.arange(200), torch.arange(200), attention)

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.api import Admitted, Delta, Failed, Finished, GenerateRequest, Grammar, Progress, Queued, SamplingParams
-from engine.errors import EngineStopped, InvalidRequest, ModelError, QueueFull, RequestTooLong
+from engine.errors import EngineBroken, EngineStopped, InvalidRequest, ModelError, QueueFull, RequestTooLong
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 from tests.support.generation import assert_same_tokens, generate, reference_greedy
@@ -308,6 +308,26 @@ async def test_a_failing_step_fails_its_requests_only(
     assert "boom" not in output.end.message
     assert (await generate(engine, prompt(20), max_tokens=2)).ids
     assert_no_page_in_use(engine)
+
+
+async def test_an_engine_that_has_ended_by_a_fault_says_so(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine()
+
+    def broken() -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(engine._stepper, "step", broken)
+    output = await asyncio.wait_for(generate(engine, prompt(20), max_tokens=2), 30)
+    assert isinstance(output.end, Failed)
+    assert output.end.code == "engine_error"
+    with pytest.raises(EngineBroken):
+        await generate(engine, prompt(20), max_tokens=2)
+    with pytest.raises(EngineBroken):
+        await engine.flush()
+    assert engine.snapshot().broken
+    await engine.close()
 
 
 async def test_flush_waits_for_nobody_and_refuses_while_pages_are_held(start_engine: StartEngine) -> None:

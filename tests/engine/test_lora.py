@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.adapters import Adapters, load_adapter
 from engine.api import GenerateRequest
-from engine.attention import AttentionRow, KVShape, TorchAttention
+from engine.attention import AttentionRow, CpuAttention, KVShape
 from engine.config import AdapterSource, EngineConfig
 from engine.errors import InvalidRequest, ModelError
 from engine.models.config import from_hf
@@ -90,7 +90,7 @@ class Stepper:
         c = converted.config
         self.adapters = Adapters(load_adapter(source, c) for source in sources)
         self.model = Decoder(c, converted.tensors(), self.adapters)
-        self.attention = TorchAttention(KVShape(c.num_layers, c.num_kv_heads, c.head_dim, 64, 4, torch.float32))
+        self.attention = CpuAttention(KVShape(c.num_layers, c.num_kv_heads, c.head_dim, 64, 4, torch.float32))
 
     def logits(self, ids: torch.Tensor, *rows: tuple[str | None, AttentionRow]) -> torch.Tensor:
         """Every row computes its span of `ids`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.api import Delta, Failed, Finished, GenerateRequest, SamplingParams
 from engine.local import LocalEngine
@@ -30,27 +32,33 @@ async def ask(engine: LocalEngine, name: str, seed: int, length: int = 20) -> tu
 
 
 def poison_once(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, *, then: Exception | None = None) -> None:
-    """In the first step of three single tokens the first one's value in layer 0 is no number; the step may fail."""
-    attention = engine._stepper._runner._attention
-    run, done = attention.run, []
+    """In the first step of three single tokens the first one's embedding is no number; the step may fail."""
+    model = engine._stepper._runner._model
+    embed, forward, done = F.embedding, model.forward, []
 
-    def poisoned(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if len(q) == 3 and layer == 0 and not done:
+    def poisoned(tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        x = embed(tokens, embedding)
+        if len(tokens) == 3 and not done:
             done.append(True)
-            v = v.clone()
-            v[0] = float("nan")
-            attended = run(layer, q, k, v)
-            if then is not None:
-                raise then
-            return attended
-        return run(layer, q, k, v)
+            x[0] = float("nan")
+        return x
 
-    monkeypatch.setattr(attention, "run", poisoned)
+    def failing(*arguments: Any) -> torch.Tensor:
+        first, logits = not done, forward(*arguments)
+        if done and first and then is not None:
+            raise then
+        return logits
+
+    monkeypatch.setattr("engine.models.decoder.F.embedding", poisoned)
+    monkeypatch.setattr(model, "forward", failing)
 
 
-async def test_only_the_sequence_itself_fails(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = [await ask(start_engine(speculation="off"), "r", seed) for seed in range(4)]
-    engine = start_engine(speculation="off")
+@pytest.mark.parametrize("dtype", ["float32", "int4", "int8"])
+async def test_only_the_sequence_itself_fails(
+    dtype: str, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [await ask(start_engine(speculation="off", dtype=dtype), "r", seed) for seed in range(4)]
+    engine = start_engine(speculation="off", dtype=dtype)
     poison_once(engine, monkeypatch)
     ends = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"r{seed}", seed) for seed in range(3))), 60)
     assert all(len(tokens) > 20 for tokens, _ in alone)
@@ -61,11 +69,12 @@ async def test_only_the_sequence_itself_fails(start_engine: StartEngine, monkeyp
     assert (await ask(engine, "later", 3))[0] == alone[3][0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
 async def test_a_step_that_fails_midway_leaves_nothing(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+    dtype: str, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = await ask(start_engine(speculation="off"), "r", 3, length=5)
-    engine = start_engine(speculation="off")
+    alone = await ask(start_engine(speculation="off", dtype=dtype), "r", 3, length=5)
+    engine = start_engine(speculation="off", dtype=dtype)
     poison_once(engine, monkeypatch, then=RuntimeError("out of memory"))
     ends = await asyncio.wait_for(asyncio.gather(*(ask(engine, f"r{seed}", seed) for seed in range(3))), 60)
     assert [end.code for _, end in ends if isinstance(end, Failed)] == ["engine_error"] * 3

@@ -347,7 +347,7 @@ async def test_the_model_as_its_own_draft_is_always_right(
     beside = await asyncio.gather(*(generate(engine, tokens, **LONG) for tokens in prompts))
     assert [output.ids for output in beside] == expected
     assert all(timings(output)[0] == timings(output)[1] > 0 for output in beside)
-    assert engine._stepper._speculator._drafter._attention.sequences == 0  # type: ignore[union-attr]
+    assert engine._stepper._speculator._drafter._followed == {}  # type: ignore[union-attr]
 
 
 async def test_another_draft_model_changes_nothing(

@@ -25,7 +25,7 @@ from engine.api import (
     Timings,
     Usage,
 )
-from engine.errors import EngineStopped, QueueFull, RequestTooLong
+from engine.errors import EngineBroken, EngineStopped, QueueFull, RequestTooLong
 from tests.sessions.letters_codec import END, LettersCodec, token, token_bytes
 
 PAGE = 16
@@ -136,7 +136,7 @@ class ScriptedEngine:
         self.all: list[Live] = []
         self.aborted: list[str] = []
         self.seen: list[np.ndarray] = []
-        self.stopped = False
+        self.stopped = self.broken = False
 
     @property
     def info(self) -> EngineInfo:
@@ -154,6 +154,8 @@ class ScriptedEngine:
         assert type(prompt_tokens) is int
         assert prompt_tokens > 0
         assert isinstance(params, SamplingParams)
+        if self.broken:
+            raise EngineBroken("broken")
         if self.stopped:
             raise EngineStopped("stopped")
         if prompt_tokens + (params.max_tokens or 0) > self.info.context_length:
@@ -191,7 +193,7 @@ class ScriptedEngine:
             live.finish("cancelled")
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(len(self.live), 0, PoolPages(self.info.num_pages, 0, 0, 0), {}, 0, 0)
+        return EngineSnapshot(len(self.live), 0, PoolPages(self.info.num_pages, 0, 0, 0), {}, 0, 0, self.broken)
 
     async def flush(self) -> bool:
         self.seen.clear()

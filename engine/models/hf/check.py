@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionRow, TorchAttention
+from engine.attention import AttentionRow, CpuAttention
 from engine.errors import ModelError
 from engine.models.hf.interface import NAME
 from engine.models.hf.model import HfModel
@@ -56,7 +56,7 @@ def _plain_logits(module: PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor
 
 
 def _logits_in_steps(model: HfModel, prompt: torch.Tensor, beside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    attention = TorchAttention(model.spec.kv_shape(_PROMPT + _BESIDE, 1, torch.float32), model.spec.layers)
+    attention = CpuAttention(model.spec.kv_shape(_PROMPT + _BESIDE, 1, torch.float32), model.spec.layers)
     pages = np.arange(_PROMPT + _BESIDE, dtype=np.int32)
 
     def step(*rows: tuple[torch.Tensor, AttentionRow]) -> torch.Tensor:

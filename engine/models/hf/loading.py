@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
@@ -22,13 +22,14 @@ from engine.models.hf.check import check
 from engine.models.hf.model import HfModel
 from engine.models.hf.packing import pack_linears
 from engine.models.hf.probe import probe
+from engine.quant.grouped import Bits
 
 log = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def load_hf(folder: Path, dtype: torch.dtype, *, bits: Literal[4, 8] | None = None) -> HfModel:
+def load_hf(folder: Path, dtype: torch.dtype, *, bits: Bits | None = None) -> HfModel:
     """Loads the weights in `dtype`, and packs its linear layers to so many bits if told to. Raises ModelError."""
     config = _config(folder)
     model_class = _model_class(config)

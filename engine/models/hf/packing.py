@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.quant import DenseLinear, Int4Linear, Int8Linear, Linear, int4, int8
-from engine.quant.linear import few_beside_dense
+from engine.kernels import Products
+from engine.quant import GroupedWeight, Linear, PackedLinear
+from engine.quant.grouped import Bits
 
 
 class _Packed(nn.Module):
@@ -24,35 +23,32 @@ class _Packed(nn.Module):
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1).to(x.dtype)
 
 
-def pack_linears(module: PreTrainedModel, bits: Literal[4, 8]) -> int:
+def pack_linears(module: PreTrainedModel, bits: Bits) -> int:
     """Replaces what can be packed, the head by 8-bit rows; gives the number of layers. Experts that are no linear
     layers of their own stay as they are."""
     head = module.get_output_embeddings()
-    count = 0
+    products, count = Products(), 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if (packed := _pack_head(child) if child is head else _pack(child, bits)) is not None:
+            if (packed := _pack_head(child, products) if child is head else _pack(child, bits, products)) is not None:
                 setattr(parent, name, _Packed(packed))
                 count += 1
     return count
 
 
-def _pack(child: nn.Module, bits: Literal[4, 8]) -> Linear | None:
+def _pack(child: nn.Module, bits: Bits, products: Products) -> Linear | None:
     if type(child) not in (nn.Linear, Conv1D):
         return None
     dense, bias = child.get_parameter("weight").data, child.bias
     if type(child) is Conv1D:  # GPT-2's linear layer, [K, N]
         dense = dense.t().contiguous()
     added = bias.data if isinstance(bias, torch.Tensor) else None
-    if bits == 8:
-        return Int8Linear(*int8.quantize_rows(dense), added)
-    if not int4.fits(*dense.shape):
+    if not GroupedWeight.fits(dense.shape[1]):
         return None
-    packed, scale_zero = int4.pack(int4.quantize(dense))
-    return Int4Linear(packed, scale_zero, DenseLinear(dense, added), few_beside_dense(dense.dtype), added)
+    return PackedLinear(products, GroupedWeight.of(dense, bits).pack(), len(dense), added)
 
 
-def _pack_head(head: nn.Module) -> Linear | None:
+def _pack_head(head: nn.Module, products: Products) -> Linear | None:
     if type(head) is not nn.Linear or head.bias is not None:
         return None
-    return Int8Linear(*int8.quantize_rows(head.weight.data))
+    return _pack(head, 8, products)

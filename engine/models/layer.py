@@ -1,0 +1,47 @@
+"""One layer of the compact decoder, and how its parts are computed one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels import Heads
+from engine.models.rms_norm import RmsNorm
+from engine.quant import Linear, PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """heads: what happens to queries and keys before attention."""
+
+    attention_norm: RmsNorm
+    qkv: Linear
+    heads: Heads
+    out: Linear
+    mlp_norm: RmsNorm
+    gate_up: Linear
+    down: Linear
+
+
+def after_norm(norm: RmsNorm, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    """linear(norm(x))"""
+    return linear(x, norm=norm.norm) if isinstance(linear, PackedLinear) else linear(norm(x))
+
+
+def add(linear: Linear, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """residual += linear(x)"""
+    if isinstance(linear, PackedLinear):
+        linear(x, add_to=residual)
+    else:
+        residual.add_(linear(x))
+
+
+def add_gated(linear: Linear, gate_up: torch.Tensor, residual: torch.Tensor) -> None:
+    """residual += linear(silu(gate) * up), of gate and up side by side"""
+    if isinstance(linear, PackedLinear):
+        linear(gate_up, gated=True, add_to=residual)
+        return
+    gate, up = gate_up.chunk(2, dim=-1)
+    residual.add_(linear(F.silu(gate).mul_(up)))
