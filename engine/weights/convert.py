@@ -81,7 +81,7 @@ def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> Conver
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as temporary:
         _convert(source, source.fetch(models_dir), Path(temporary), layout)
         move_into_place(Path(temporary), folder)
-    for outdated in folder.parent.glob(f"{name}-v*"):
+    for outdated in folder.parent.glob(f"{name}-*"):  # also of layouts that went by longer names
         if outdated != folder:
             shutil.rmtree(outdated, ignore_errors=True)
     return _open(folder)

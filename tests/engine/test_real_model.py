@@ -88,7 +88,7 @@ async def test_the_packed_model_knows_the_capital_of_germany(models_dir: Path) -
     engine = load_engine(EngineConfig(models_dir, pool_tokens=4096))
     try:
         # The dense model is sure of every word: its two best tokens are further apart than rounding can move them.
-        tokens = engine.codec.prompt([ChatMessage("user", "Name the capital of France.")]).tokens
+        tokens = engine.codec.prompt([ChatMessage("user", QUESTIONS[0])]).tokens
         output = await generate(engine, tokens, max_tokens=40)
         assert isinstance(output.end, Finished)
         assert "Berlin" in output.text
