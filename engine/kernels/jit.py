@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -87,8 +86,9 @@ def _keep(code: bytes, path: Path) -> None:
     """Behind its checksum; whole or not at all: another process may read it meanwhile."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, prefix=".kernel-", delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+        with TemporaryDirectory(dir=path.parent, prefix=".kernel-") as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(hashlib.sha256(code).digest() + code)
+            whole.replace(path)
     except OSError as error:
         log.warning("machine code cannot be kept, so every start compiles it anew: %s", error)

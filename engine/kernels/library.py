@@ -85,6 +85,8 @@ class Products:
         _check(weight, torch.uint8, (blocks, groups, products.group_bytes(bits)))
         _check(y, torch.float32, (rows, outputs))
         before, norm_weight, eps = products.GATED if gated else products.PLAIN, 0, 0.0
+        if norm is not None and gated:
+            raise ValueError("a product is normed or gated, not both")
         if norm is not None:
             _check(norm.weight, torch.float32, (inputs,))
             before, norm_weight, eps = products.NORMED, norm.weight.data_ptr(), norm.eps
@@ -140,6 +142,12 @@ class Heads(NamedTuple):
         [rows], each below the length of the table. Raises ValueError where these do not fit."""
         kernel, arguments = self.call(x)
         _check(positions, torch.int64, (len(x),))
+        if (
+            self.table is not None
+            and len(x)
+            and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.table)
+        ):
+            raise ValueError(f"a position beyond the {len(self.table)} of the table")
         run_kernel(kernel, arguments | {"positions": positions.data_ptr()})
 
     def call(self, x: torch.Tensor) -> tuple[Kernel, dict[str, int]]:

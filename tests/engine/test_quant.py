@@ -203,6 +203,12 @@ def test_what_is_done_before_and_after_a_product(bits: Bits, rows: int, count: i
             assert bool(((into.double() - wanted - residual.double()).abs() <= bound).all())
 
 
+def test_what_is_gated_is_not_normed() -> None:
+    linear = linear_of(GroupedWeight.of(random_weight(16), 4))
+    with pytest.raises(ValueError, match="not both"):
+        linear(random_rows(1, 2 * INPUTS), norm=Norm(torch.ones(INPUTS), 1e-5), gated=True)
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("before", ["plain", "norm", "gated"])
 def test_no_row_depends_on_the_others(bits: Bits, before: str) -> None:
