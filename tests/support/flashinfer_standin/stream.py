@@ -1,0 +1,98 @@
+"""Copies from pinned host memory, which are in flight until somebody has waited for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    def opaque(self, kernel: Callable[[], T]) -> T:
+        """Runs it, and again at each replay."""
+        ...
+
+
+@dataclass
+class _Copy:
+    number: int
+    source: torch.Tensor
+    content: torch.Tensor
+
+
+@dataclass
+class Stream:
+    """The device's only one. `arrived`: the number of the last copy that somebody waited for. recorder: who captures
+    what is launched."""
+
+    issued: int = 0
+    arrived: int = 0
+    in_flight: list[_Copy] = field(default_factory=list)
+    pinned: list[torch.Tensor] = field(default_factory=list)
+    recorder: Recorder | None = None
+
+    def launch(self, kernel: Callable[[], T]) -> T:
+        """A kernel reads and writes when it is launched, and when a graph that captured it is replayed."""
+        return kernel() if self.recorder is None else self.recorder.opaque(kernel)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(pointer == host.untyped_storage().data_ptr() for host in self.pinned)
+
+    def copy_from(self, source: torch.Tensor) -> int:
+        """A copy from host memory begins; gives its number."""
+        assert self.recorder is None, "a copy from host memory would be captured with what is there now"
+        self.check()
+        self.issued += 1
+        if self.is_pinned(source):
+            self.in_flight.append(_Copy(self.issued, source, source.clone()))
+        return self.issued
+
+    def check(self) -> None:
+        for copy in self.in_flight:
+            assert torch.equal(copy.source, copy.content), "host memory was written while it was being copied from"
+
+    def wait_for(self, number: int) -> None:
+        self.check()
+        self.arrived = max(self.arrived, number)
+        self.in_flight = [copy for copy in self.in_flight if copy.number > number]
+
+
+@dataclass
+class StandinFence:
+    stream: Stream
+    number: int
+
+    def wait(self) -> None:
+        self.stream.wait_for(self.number)
+
+
+@dataclass
+class StandinTransfers:
+    """See engine.attention.transfers.Transfers."""
+
+    stream: Stream
+
+    def host(self, size: int) -> torch.Tensor:
+        tensor = torch.zeros(size, dtype=torch.int32)
+        self.stream.pinned.append(tensor)
+        return tensor
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert self.stream.is_pinned(source), "a copy from pageable memory waits for the device"
+        assert not self.stream.is_pinned(target)
+        self.stream.copy_from(source)
+        target.copy_(source)
+
+    def receive(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert not self.stream.is_pinned(source)
+        assert self.stream.is_pinned(target), "a copy to pageable memory waits for the device"
+        self.stream.check()
+        target.copy_(source)
+
+    def fence(self) -> StandinFence:
+        return StandinFence(self.stream, self.stream.issued)
