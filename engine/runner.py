@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 import numpy as np
 import torch
 
 from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow
+from engine.graphs import DecodeGraphs
+from engine.link import HostLink, Link
 from engine.models.base import Model
 from engine.scheduler import StepRow
 from engine.sequence import Sequence
-
-_WARM_UP = 16
-"""Tokens, enough for every kernel to be compiled."""
 
 
 class ModelRunner:
     """Runs steps on a model, its adapters and an attention backend. One thread.
 
     vocab_size: of the tokenizer. A model may have more rows, by which its vocabulary was padded: they have no text.
+    link: to the model's device. graphs: captured steps over the same model and attention.
     """
 
-    def __init__(self, model: Model, attention: AttentionBackend, adapters: Adapters, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        adapters: Adapters,
+        vocab_size: int,
+        link: Link | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._attention = attention
         self._adapters = adapters
         self._vocab_size = vocab_size
+        self._link = link or HostLink()
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, rows: list[StepRow]) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of the last `sampled` tokens of each row, in order."""
-        self._attention.plan([_attention_row(row) for row in rows])
-        self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
+        """Logits [S, vocab_size] float32 of the last `sampled` tokens of each row, in order, in host memory that the
+        next step writes over."""
         tokens: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -40,25 +51,30 @@ class ModelRunner:
             tokens += row.drafts
             positions += range(row.start, row.start + row.count)
             logit_rows += range(len(tokens) - row.sampled, len(tokens))
-        flat = torch.from_numpy(np.array((tokens, positions), dtype=np.int64))
-        wanted = torch.from_numpy(np.array(logit_rows, dtype=np.int64))
-        logits = self._model.forward(flat[0], flat[1], wanted, self._attention)
+        self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
+        logits = self._step([_attention_row(row) for row in rows], tokens, positions, logit_rows)
         return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
 
     @torch.inference_mode()
-    def warm_up(self, num_pages: int, page_size: int) -> None:
-        """Runs a prompt and a token through the model, so that the first request does not wait for weights to be read
-        in. Uses the first pages of the pool: call it before anybody else does.
+    def try_out(self, lengths: Rows[int], page_size: int) -> None:
+        """Computes prompts of these lengths side by side, and then a token more of each, all of token 0, so that the
+        first request waits for no weights to be read in and no kernels to be compiled.
+
+        Uses the first pages of the pool, which the lengths plus one must fit into: call it before anybody else does.
         """
-        count = min(_WARM_UP, self._model.spec.context_length - 1, num_pages * page_size - 1)
-        if count < 1:
-            return
-        pages = np.arange(-(-(count + 1) // page_size), dtype=np.int32)
-        for start, length in ((0, count), (count, 1)):
-            self._attention.plan([AttentionRow(0, pages, start, length, count + 1)])
-            span = torch.arange(start, start + length)
-            self._model.forward(torch.zeros_like(span), span, torch.zeros(1, dtype=torch.int64), self._attention)
-        self._attention.drop(0)
+        self._adapters.plan(())
+        ends = np.cumsum([pages_for(length + 1, page_size) for length in lengths])
+        tables = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+        for starts, counts in (([0] * len(lengths), lengths), (lengths, [1] * len(lengths))):
+            rows = [
+                AttentionRow(number, pages, start, count, start + count)
+                for number, (pages, start, count) in enumerate(zip(tables, starts, counts, strict=True))
+            ]
+            positions = [position for row in rows for position in range(row.start, row.start + row.count)]
+            last = (np.cumsum(counts) - 1).tolist()
+            self._step(rows, [0] * len(positions), positions, last)
+        for number in range(len(lengths)):
+            self._attention.drop(number)
 
     @torch.inference_mode()
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -68,6 +84,23 @@ class ModelRunner:
 
     def drop(self, sequence: int) -> None:
         self._attention.drop(sequence)
+
+    def _step(
+        self, rows: list[AttentionRow], tokens: list[int], positions: list[int], logit_rows: list[int]
+    ) -> torch.Tensor:
+        graphs = self._graphs if not self._adapters.groups else None  # what adapters add is in none
+        if graphs is not None and graphs.plan(rows):
+            inputs = self._link.send(tokens, positions, logit_rows)
+            return self._link.fetch(graphs.replay(inputs.tokens, inputs.positions)[inputs.logit_rows])
+        if graphs is None:
+            self._attention.plan(rows)
+        inputs = self._link.send(tokens, positions, logit_rows)
+        logits = self._model.forward(inputs.tokens, inputs.positions, inputs.logit_rows, self._attention)
+        return self._link.fetch(logits)
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
 
 
 def _attention_row(row: StepRow) -> AttentionRow:

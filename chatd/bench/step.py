@@ -14,7 +14,7 @@ import torch
 from chatd.failure import CommandFailed
 from engine.attention import AttentionBackend, AttentionRow, CpuAttention
 from engine.config import EngineConfig
-from engine.loading import kv_dtype_of
+from engine.devices import CpuDevice
 from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.weights import open_model
@@ -77,7 +77,7 @@ def measure_steps(config: EngineConfig, shapes: Sequence[StepShape], repeat: int
     watch, converted = _Stopwatch(), open_model(config.model, config.models_dir, config.dtype)
     tensors = converted.tensors()
     model, watched = Decoder(converted.config, tensors), Decoder(converted.config, tensors, watch=watch)
-    kv_dtype = kv_dtype_of(config)
+    kv_dtype = CpuDevice().kv(config.kv_dtype, CpuDevice().weights(config.dtype))
     for shape in shapes:
         if shape.context + shape.new > model.spec.context_length:
             raise CommandFailed(f"{shape}: the model was made for {model.spec.context_length} tokens")

@@ -37,8 +37,9 @@ class LowRank:
         for part in self.parts:
             y[:, part.columns].addmm_(h[:, part.ranks], part.up)
 
-    def to(self, dtype: torch.dtype) -> LowRank:
-        return LowRank(self.down.to(dtype), tuple(replace(part, up=part.up.to(dtype)) for part in self.parts))
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> LowRank:
+        parts = tuple(replace(part, up=part.up.to(device, dtype)) for part in self.parts)
+        return LowRank(self.down.to(device, dtype), parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,10 @@ class RowGroup:
 class Adapters:
     """The loaded adapters and the groups of the planned step. One thread, like the attention backend beside it."""
 
-    def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
+    def __init__(self, adapters: Iterable[Adapter] = (), device: torch.device | None = None) -> None:
+        """device: of the model; None: the CPU."""
         self._adapters = tuple(adapters)
+        self._device = device
         self._groups: tuple[RowGroup, ...] = ()
 
     @property
@@ -40,7 +42,7 @@ class Adapters:
 
     def adapt(self, name: str, linear: Linear, dtype: torch.dtype) -> Linear:
         """`linear` itself where no adapter changes the layer of this name. dtype: of its output and of the updates."""
-        updates = {a.name: a.updates[name].to(dtype) for a in self._adapters if name in a.updates}
+        updates = {a.name: a.updates[name].to(dtype, self._device) for a in self._adapters if name in a.updates}
         return _AdaptedLinear(linear, updates, dtype, self) if updates else linear
 
     def plan(self, spans: Iterable[tuple[str | None, int]]) -> None:
@@ -56,11 +58,11 @@ class Adapters:
                 else:
                     mine.append((start, stop))
             start = stop
-        self._groups = tuple(_group(adapter, mine) for adapter, mine in found.items())
+        self._groups = tuple(_group(adapter, mine, self._device) for adapter, mine in found.items())
 
 
-def _group(adapter: str, spans: list[tuple[int, int]]) -> RowGroup:
-    scattered = torch.cat([torch.arange(*span) for span in spans]) if len(spans) > 1 else None
+def _group(adapter: str, spans: list[tuple[int, int]], device: torch.device | None) -> RowGroup:
+    scattered = torch.cat([torch.arange(*span) for span in spans]).to(device) if len(spans) > 1 else None
     return RowGroup(adapter, spans[0][0], spans[-1][1], scattered)
 
 

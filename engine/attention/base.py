@@ -17,7 +17,8 @@ from cache import TailCopy
 class KVShape:
     """Sizes of the pool; its K and V together take `num_pages * page_bytes` bytes.
 
-    dtype: float32, bfloat16, or int8, which has a scale of two bytes beside the elements of each token and head.
+    dtype: float32, bfloat16, on CUDA also float16 and float8_e4m3fn, whose scales are those of a layer (kv_scales.py);
+    or int8, which has a scale of two bytes beside the elements of each token and head.
     """
 
     num_layers: int

@@ -12,13 +12,19 @@ from engine.attention import AttentionBackend, KVShape, LayerAttention
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a model needs around it: sizes in elements, context_length in tokens, and the attention of each layer."""
+    """What a model needs around it: sizes in elements, context_length in tokens, and the attention of each layer.
+
+    num_heads: of queries; num_kv_heads: of keys and of values. static: the same number of tokens is always computed by
+    the same operations, none of which waits for the device, so that a CUDA graph may replay them.
+    """
 
     vocab_size: int
     context_length: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     layers: tuple[LayerAttention, ...]
+    static: bool = False
 
     def kv_shape(self, num_pages: int, page_size: int, dtype: torch.dtype) -> KVShape:
         return KVShape(len(self.layers), self.num_kv_heads, self.head_dim, num_pages, page_size, dtype)
@@ -33,9 +39,9 @@ class Model(Protocol):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Logits, [R, vocab] float32, of the R rows of the step that `logit_rows` names.
+        """Logits, [R, vocab] float32, of the R rows of the step that `logit_rows` names, on the model's device.
 
-        tokens and positions: [T] int64, the step for which `attention` was planned. logit_rows: [R] int64 indices into
-        T; R may be 0.
+        All are on that device. tokens and positions: [T] int64, the step for which `attention` was planned.
+        logit_rows: [R] int64 indices into T; R may be 0.
         """
         ...

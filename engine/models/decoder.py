@@ -18,8 +18,8 @@ from engine.attention import AttentionBackend, CpuAttention, LayerAttention
 from engine.kernels import Heads, Products
 from engine.models.base import ModelSpec
 from engine.models.config import DecoderConfig
+from engine.models.elementwise import CpuElementwise, Elementwise, RowNorm
 from engine.models.layer import DecoderLayer, add, add_gated, after_norm
-from engine.models.rms_norm import RmsNorm
 from engine.models.watch import Watch
 from engine.models.whole_step import WholeStep
 from engine.quant import DenseLinear, Linear, load_linear
@@ -28,7 +28,8 @@ from engine.quant import DenseLinear, Linear, load_linear
 class Decoder:
     """A decoder over converted tensors. The residual is in the dtype of dense weights, float32 beside packed ones.
 
-    watch: measures the parts of each step.
+    All tensors, those of `forward` included, are on one device. watch: measures the parts of each step. elementwise:
+    for that device; None: for the CPU.
     """
 
     def __init__(
@@ -37,13 +38,15 @@ class Decoder:
         tensors: Mapping[str, torch.Tensor],
         adapters: Adapters | None = None,
         watch: Watch | None = None,
+        elementwise: Elementwise | None = None,
     ) -> None:
         self.config = config
+        self._elementwise = elementwise or CpuElementwise()
         self._embedding = tensors["embedding"]
         packed = any(name.endswith(".packed") for name in tensors)
         self._dtype = torch.float32 if packed else self._embedding.dtype
         self._watch = watch
-        self._rotations = _rotations(config)
+        self._rotations = _rotations(config).to(self._embedding.device)
         products = Products()
         self._layers = tuple(
             self._layer(tensors, index, adapters or Adapters(), products) for index in range(config.num_layers)
@@ -51,14 +54,14 @@ class Decoder:
         self._joins = WholeStep.fits(self._layers)
         self._whole: WholeStep | None = None
         tied = "lm_head.weight" not in tensors and "lm_head.packed" not in tensors
-        self._norm = RmsNorm(tensors["norm"], config.rms_eps)
+        self._norm = self._elementwise.norm(tensors["norm"], config.rms_eps)
         self._head: Linear = DenseLinear(self._embedding) if tied else load_linear(tensors, "lm_head", products)
 
     @property
     def spec(self) -> ModelSpec:
         c = self.config
         layers = tuple(LayerAttention(window) for window in c.windows)
-        return ModelSpec(c.vocab_size, c.context_length, c.num_kv_heads, c.head_dim, layers)
+        return ModelSpec(c.vocab_size, c.context_length, c.num_heads, c.num_kv_heads, c.head_dim, layers, static=True)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, attention: AttentionBackend
@@ -70,7 +73,7 @@ class Decoder:
         else:
             self._one_by_one(x, positions, attention)
         if len(logit_rows) == 0:
-            return torch.empty((0, self.config.vocab_size))
+            return torch.empty((0, self.config.vocab_size), device=x.device)
         with self._measure("lm_head"):
             return after_norm(self._norm, self._head, x[logit_rows]).float()
 
@@ -84,14 +87,12 @@ class Decoder:
 
     def _one_by_one(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> None:
         """All layers, in x."""
-        c, measure = self.config, self._measure
+        measure = self._measure
         for index, layer in enumerate(self._layers):
             with measure("qkv"):
                 qkv = after_norm(layer.attention_norm, layer.qkv, x)
-            heads = qkv.float().contiguous().view(len(x), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
             with measure("heads"):
-                layer.heads.turn(heads, positions)
-            q, k, v = torch.split(heads, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+                q, k, v = layer.heads(qkv, positions)
             with measure("attention"):
                 attended = attention.run(index, q, k, v).flatten(1)
             with measure("out"):
@@ -99,7 +100,7 @@ class Decoder:
             with measure("gate_up"):
                 gate_up = after_norm(layer.mlp_norm, layer.gate_up, x)
             with measure("down"):
-                add_gated(layer.down, gate_up, x)
+                add_gated(layer.down, gate_up, x, self._elementwise)
 
     def _measure(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.measure(part)
@@ -109,8 +110,8 @@ class Decoder:
     ) -> DecoderLayer:
         c, prefix = self.config, f"layers.{index}."
 
-        def norm(name: str) -> RmsNorm:
-            return RmsNorm(tensors[prefix + name], c.rms_eps)
+        def norm(name: str) -> RowNorm:
+            return self._elementwise.norm(tensors[prefix + name], c.rms_eps)
 
         def linear(name: str) -> Linear:
             return adapters.adapt(prefix + name, load_linear(tensors, prefix + name, products), self._dtype)
@@ -118,12 +119,14 @@ class Decoder:
         return DecoderLayer(
             attention_norm=norm("attention_norm"),
             qkv=linear("qkv"),
-            heads=Heads(
-                c.num_heads,
-                c.num_kv_heads,
-                self._rotations if c.rotary[index] else None,
-                norm("q_norm").norm if c.qk_norm else None,
-                norm("k_norm").norm if c.qk_norm else None,
+            heads=self._elementwise.heads(
+                Heads(
+                    c.num_heads,
+                    c.num_kv_heads,
+                    self._rotations if c.rotary[index] else None,
+                    norm("q_norm").norm if c.qk_norm else None,
+                    norm("k_norm").norm if c.qk_norm else None,
+                )
             ),
             out=linear("out"),
             mlp_norm=norm("mlp_norm"),

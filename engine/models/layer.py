@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from engine.kernels import Heads
-from engine.models.rms_norm import RmsNorm
+from engine.models.elementwise import Elementwise, RowNorm, SplitHeads
 from engine.quant import Linear, PackedLinear
 
 
@@ -16,16 +14,16 @@ from engine.quant import Linear, PackedLinear
 class DecoderLayer:
     """heads: what happens to queries and keys before attention."""
 
-    attention_norm: RmsNorm
+    attention_norm: RowNorm
     qkv: Linear
-    heads: Heads
+    heads: SplitHeads
     out: Linear
-    mlp_norm: RmsNorm
+    mlp_norm: RowNorm
     gate_up: Linear
     down: Linear
 
 
-def after_norm(norm: RmsNorm, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+def after_norm(norm: RowNorm, linear: Linear, x: torch.Tensor) -> torch.Tensor:
     """linear(norm(x))"""
     return linear(x, norm=norm.norm) if isinstance(linear, PackedLinear) else linear(norm(x))
 
@@ -38,10 +36,9 @@ def add(linear: Linear, x: torch.Tensor, residual: torch.Tensor) -> None:
         residual.add_(linear(x))
 
 
-def add_gated(linear: Linear, gate_up: torch.Tensor, residual: torch.Tensor) -> None:
+def add_gated(linear: Linear, gate_up: torch.Tensor, residual: torch.Tensor, elementwise: Elementwise) -> None:
     """residual += linear(silu(gate) * up), of gate and up side by side"""
     if isinstance(linear, PackedLinear):
         linear(gate_up, gated=True, add_to=residual)
-        return
-    gate, up = gate_up.chunk(2, dim=-1)
-    residual.add_(linear(F.silu(gate).mul_(up)))
+    else:
+        residual.add_(linear(elementwise.gate(gate_up)))

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters, load_adapter
-from engine.config import AdapterSource
+from engine.config import AdapterSource, WeightsDtype
+from engine.devices import CpuDevice, Device
 from engine.errors import ModelError
 from engine.models.base import Model
 from engine.models.config import is_compact
@@ -30,9 +31,16 @@ class LoadedModel:
     weights: str
 
 
-def load_model(spec: str, models_dir: Path, dtype: str, adapters: Sequence[AdapterSource] = ()) -> LoadedModel:
-    """The model that `spec` names (see EngineConfig), ready to run. Raises ModelError."""
-    source, layout = parse_source(spec), choose_layout(dtype)
+def load_model(
+    spec: str,
+    models_dir: Path,
+    dtype: WeightsDtype,
+    adapters: Sequence[AdapterSource] = (),
+    device: Device | None = None,
+) -> LoadedModel:
+    """The model that `spec` names (see EngineConfig), on a device (None: the CPU), ready to run. Raises ModelError."""
+    device = device or CpuDevice()
+    source, layout = parse_source(spec), choose_layout(device.weights(dtype))
     if isinstance(source, FolderSource) and not is_compact(source.config()):
         if adapters:
             raise ModelError("adapters are only supported for models of the Llama family")
@@ -40,8 +48,10 @@ def load_model(spec: str, models_dir: Path, dtype: str, adapters: Sequence[Adapt
 
         beside_packed = torch.bfloat16 if multiplies_bfloat16() else torch.float32
         dense = layout.dense if layout.bits is None else beside_packed
-        model = load_hf(source.path, dense, bits=layout.bits)
+        model = load_hf(source.path, dense, bits=layout.bits).to(device.place)
         return LoadedModel(model, Adapters(), assets_from_folder(source.path), layout.name)
     converted = ensure_converted(source, models_dir, layout)
-    loaded = Adapters(load_adapter(adapter, converted.config) for adapter in adapters)
-    return LoadedModel(Decoder(converted.config, converted.tensors(), loaded), loaded, converted.assets, layout.name)
+    loaded = Adapters((load_adapter(adapter, converted.config) for adapter in adapters), device.place)
+    tensors = {name: tensor.to(device.place) for name, tensor in converted.tensors().items()}
+    decoder = Decoder(converted.config, tensors, loaded, elementwise=device.elementwise(layout.dense))
+    return LoadedModel(decoder, loaded, converted.assets, layout.name)

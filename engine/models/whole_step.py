@@ -18,6 +18,7 @@ import torch
 from engine.attention import CpuAttention
 from engine.kernels import Norm, Products, new_program
 from engine.models.config import DecoderConfig
+from engine.models.elementwise import CpuHeads
 from engine.models.layer import DecoderLayer
 from engine.models.watch import Watch
 from engine.quant import Linear, PackedLinear
@@ -62,7 +63,8 @@ class WholeStep:
 
         for index, layer in enumerate(layers):
             product("qkv", layer.qkv, self.x, qkv.flatten(1), norm=layer.attention_norm.norm)
-            program.add("heads", "heads", *layer.heads.call(qkv))
+            assert isinstance(layer.heads, CpuHeads)
+            program.add("heads", "heads", *layer.heads.heads.call(qkv))
             program.add("attention", attention.window(index), *attention.call(index, q, k, v, attended))
             product("out", layer.out, attended.flatten(1), self.x, add=True)
             product("gate_up", layer.gate_up, self.x, gate_up, norm=layer.mlp_norm.norm)

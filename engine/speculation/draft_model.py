@@ -19,7 +19,9 @@ import torch
 
 from cache import OutOfPages, PageIds, PagePool
 from engine.api import TokenIds
-from engine.attention import AttentionRow, CpuAttention
+from engine.attention import AttentionRow, build_attention
+from engine.devices import Device
+from engine.link import link_to
 from engine.models.base import Model
 from engine.speculation.drafter import CHECKING, Ask
 
@@ -75,14 +77,22 @@ class ModelDrafter:
     """Supposing that the draft model is at least five times as fast."""
 
     def __init__(
-        self, model: Model, vocab_size: int, kv_dtype: torch.dtype, max_batched_tokens: int, pool_tokens: int
+        self,
+        model: Model,
+        vocab_size: int,
+        kv_dtype: torch.dtype,
+        max_batched_tokens: int,
+        pool_tokens: int,
+        device: Device,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._max_batched_tokens = max_batched_tokens
         spec, num_pages = model.spec, max(1, pool_tokens // _PAGE_SIZE)
         self._pool = PagePool(num_pages, _PAGE_SIZE)  # no page is ever shared
-        self._attention = CpuAttention(spec.kv_shape(num_pages, _PAGE_SIZE, kv_dtype), spec.layers)
+        shape, choice = spec.kv_shape(num_pages, _PAGE_SIZE, kv_dtype), device.attention(spec.head_dim, kv_dtype)
+        self._attention = build_attention(choice, shape, spec.layers, spec.num_heads, device.place)
+        self._link = link_to(device.place)
         self._followed: dict[int, _Followed] = {}
 
     @torch.inference_mode()
@@ -150,11 +160,11 @@ class ModelDrafter:
                 for row in rows
             ]
         )
-        logits = self._model.forward(
-            torch.from_numpy(np.concatenate([row.tokens for row in rows]).astype(np.int64)),
-            torch.from_numpy(np.concatenate([np.arange(row.start, row.end) for row in rows])),
-            torch.from_numpy(np.cumsum([len(row.tokens) for row in rows]) - 1),
-            self._attention,
+        inputs = self._link.send(
+            np.concatenate([row.tokens for row in rows]).tolist(),
+            [position for row in rows for position in range(row.start, row.end)],
+            (np.cumsum([len(row.tokens) for row in rows]) - 1).tolist(),
         )
+        logits = self._model.forward(inputs.tokens, inputs.positions, inputs.logit_rows, self._attention)
         guesses: list[int] = logits[:, : self._vocab_size].argmax(-1).tolist()
         return guesses

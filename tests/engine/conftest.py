@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.devices import CpuDevice
 from engine.loading import load_engine
 from engine.local import LocalEngine
 from engine.text import ChatAssets, Codec
+from tests.support.standin_device import use_standin
 from tests.support.tiny_models import save_tiny
 
 StartEngine = Callable[..., LocalEngine]
@@ -35,10 +37,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that are marked so run over every attention that there is for engines."""
+    if metafunc.definition.get_closest_marker("every_attention") and "attention" in metafunc.fixturenames:
+        metafunc.parametrize("attention", ("native", "torch", "flashinfer"), indirect=True)
+
+
 @pytest.fixture
-async def start_engine(
-    tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[StartEngine]:
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What engines that are loaded from now on attend by; flashinfer is a stand-in, with graphs and all else that
+    belongs to a card."""
+    name: str = getattr(request, "param", "native")
+    if name == "torch":
+        monkeypatch.setattr("engine.loading.find_device", lambda wish, attention: CpuDevice("torch"))
+    elif name == "flashinfer":
+        use_standin(monkeypatch)
+    return name
+
+
+@pytest.fixture
+async def start_engine(tiny: tuple[Path, PreTrainedModel], attention: str) -> AsyncIterator[StartEngine]:
     """Builds engines in float32 over the tiny model; options are those of EngineConfig."""
     engines: list[LocalEngine] = []
     models_dir = tiny[0].parent / "converted-tiny"

@@ -16,6 +16,8 @@ from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 from tests.support.generation import assert_same_tokens, generate, reference_greedy
 
+pytestmark = pytest.mark.every_attention
+
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 250, length).astype(np.int32)

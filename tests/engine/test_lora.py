@@ -27,6 +27,8 @@ from tests.support.generation import assert_same_tokens, generate, reference_gre
 from tests.support.tiny_adapters import ALL, CONFIG, layers_of, merged, random_tensors, save_adapter, save_random
 from tests.support.tiny_models import save_tiny
 
+pytestmark = pytest.mark.every_attention
+
 Q, V, UP = "self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"
 Ranks = dict[str, int]
 Scales = dict[str, float]

@@ -13,8 +13,16 @@ import torch.nn.functional as F
 from engine.api import Delta, Failed, Finished, GenerateRequest, SamplingParams
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
+from tests.support.standin_device import StandinDevice
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.every_attention]
+
+
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay runs no code that could be put in the way of."""
+    monkeypatch.setattr(StandinDevice, "graphs", lambda self: None)
+
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 

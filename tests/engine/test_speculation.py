@@ -97,6 +97,7 @@ async def test_greedy_texts_are_the_same(
     engine._cache.check()
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize("params", SEEDED, ids=str)
 @pytest.mark.parametrize("page_size", [1, 16])
 async def test_a_seed_gives_the_same_text_with_and_without(
@@ -206,6 +207,7 @@ async def test_ends_within_the_drafts(
     assert_no_page_in_use(engine)
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 async def test_pages_behind_drafts_hold_what_belongs_there(
     start_engine: StartEngine, plain: LocalEngine, page_size: int, monkeypatch: pytest.MonkeyPatch
@@ -332,6 +334,7 @@ async def test_a_sliding_window_sees_no_draft(
         assert timings(output)[1] > 0
 
 
+@pytest.mark.every_attention
 async def test_the_model_as_its_own_draft_is_always_right(
     tiny: tuple[Path, PreTrainedModel], start_engine: StartEngine, plain: LocalEngine
 ) -> None:

@@ -20,7 +20,7 @@ from tests.engine.text.tiny_tokenizers import CHATML_REASONING
 from tests.support.generation import assert_same_tokens, generate, reference_greedy
 from tests.support.tiny_models import save_tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread", "attention"), pytest.mark.every_attention]
 
 WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "every layer": ("mistral", {"sliding_window": 10}),

@@ -25,6 +25,10 @@ class HfModel:
     def spec(self) -> ModelSpec:
         return self._spec
 
+    def to(self, device: torch.device) -> HfModel:
+        """The same model, on another device."""
+        return HfModel(self.module.to(device), self._spec)
+
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
@@ -41,7 +45,7 @@ class HfModel:
             return attention.run(layer, q, k, v)  # which knows the options from the spec
 
         # The products of the head want at least one row.
-        rows = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.int64)
+        rows = logit_rows if len(logit_rows) else torch.zeros(1, dtype=torch.int64, device=tokens.device)
         logits = call(self.module, tokens, positions, attend, **({"logits_to_keep": rows} if self._keeps_rows else {}))
         return (logits if self._keeps_rows else logits[rows])[: len(logit_rows)].float()
 

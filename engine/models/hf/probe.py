@@ -22,7 +22,7 @@ class _Recorder:
 
     options: list[LayerAttention] = field(default_factory=list)
     layers: list[int | None] = field(default_factory=list)
-    shapes: set[tuple[int, int, int]] = field(default_factory=set)
+    shapes: set[tuple[int, int, int, int]] = field(default_factory=set)
     unsupported: set[str] = field(default_factory=set)
 
     def __call__(
@@ -36,7 +36,7 @@ class _Recorder:
     ) -> torch.Tensor:
         self.layers.append(layer)
         self.options.append(options)
-        self.shapes.add((k.shape[1], k.shape[2], v.shape[2]))
+        self.shapes.add((q.shape[1], k.shape[1], k.shape[2], v.shape[2]))
         self.unsupported |= {what for name, what in _UNSUPPORTED.items() if extras.get(name) is not None}
         return q.new_zeros((*q.shape[:2], v.shape[2]))
 
@@ -56,12 +56,12 @@ def probe(module: PreTrainedModel, context_length: int) -> ModelSpec:
     if recorder.unsupported:
         raise ModelError(f"the architecture {name!r} uses {min(recorder.unsupported)}, which are not supported")
     if len(recorder.shapes) > 1:
-        raise ModelError(f"the architecture {name!r} has keys and values of different sizes in different layers")
-    kv_heads, k_dim, v_dim = recorder.shapes.pop()
+        raise ModelError(f"the architecture {name!r} has heads of different sizes or numbers in its layers")
+    heads, kv_heads, k_dim, v_dim = recorder.shapes.pop()
     if k_dim != v_dim:
         raise ModelError(f"the architecture {name!r} has keys of {k_dim} and values of {v_dim} elements: not supported")
     _check_windows(module, recorder.options)
-    return ModelSpec(logits.shape[-1], context_length, kv_heads, k_dim, tuple(recorder.options))
+    return ModelSpec(logits.shape[-1], context_length, heads, kv_heads, k_dim, tuple(recorder.options))
 
 
 def _check_windows(module: PreTrainedModel, options: list[LayerAttention]) -> None:

@@ -1,0 +1,40 @@
+"""A backend for what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.attention.base import AttentionBackend, KVShape, LayerAttention
+from engine.attention.choice import Choice
+from engine.attention.cpu import CpuAttention
+from engine.attention.flash_attn import FlashAttnAttention
+from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.paged_kv import PagedKV
+from engine.attention.torch_paged import TorchPagedAttention
+
+
+def build_attention(
+    choice: Choice,
+    shape: KVShape,
+    layers: Sequence[LayerAttention],
+    num_heads: int,
+    device: torch.device,
+    fixed: FixedDecode | None = None,
+) -> AttentionBackend:
+    """With a pool of that shape on the device. num_heads: of queries. fixed: for backends that can be captured.
+
+    Raises AttentionUnavailable.
+    """
+    if choice.name == "native":
+        return CpuAttention(shape, layers)
+    kv = PagedKV(shape, device)
+    if choice.name == "flashinfer":
+        return FlashInferAttention(kv, layers, num_heads, fixed)
+    if choice.name == "torch-paged":
+        return TorchPagedAttention(kv, layers)
+    decode: AttentionBackend = TorchPagedAttention(kv, layers)
+    if choice.decode == "flashinfer":
+        decode = FlashInferAttention(kv, layers, num_heads)
+    return FlashAttnAttention(kv, layers, decode)

@@ -1,0 +1,159 @@
+"""Where a model runs, and what is different there: types, kernels, memory. Everybody else is told by this.
+
+A device is chosen once, when an engine is loaded (`find_device`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.attention.choice import Choice, choose, has_flashinfer, installed
+from engine.config import AttentionWish, DeviceWish, KVDtype, WeightsDtype
+from engine.errors import DeviceUnavailable, ModelError, OutOfDeviceMemory
+from engine.graphs import CudaGraphs, GraphMaker
+from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementwise
+from engine.models.fused import FlashInferElementwise
+from engine.sizing import Room, device_room, host_room
+
+
+class Device(Protocol):
+    """One device, for as long as an engine lives. reason: why it is this one, for the log."""
+
+    @property
+    def place(self) -> torch.device: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def weights(self, wish: WeightsDtype) -> WeightsDtype:
+        """The type of weights for what was wished for, never auto. Raises ModelError where there is no such product."""
+        ...
+
+    def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
+        """The type of keys and values beside such weights."""
+        ...
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        """What a decoder computes between its products, whose results are of this type."""
+        ...
+
+    def attention(self, head_dim: int, kv_dtype: torch.dtype) -> Choice:
+        """Raises AttentionUnavailable where what was wished for cannot be."""
+        ...
+
+    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
+        """For keys and values, once the weights are there.
+
+        utilization: the share of the device's memory that may be in use by then, where it has memory of its own.
+        largest_step: computes one as large as there will be, and gives the bytes of the keys and values that it made
+        for that, which are free again.
+        """
+        ...
+
+    def graphs(self) -> GraphMaker | None:
+        """Who captures what is run; None: that gains nothing here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    """Weights are packed unless told otherwise, and memory is shared with everybody else."""
+
+    wish: AttentionWish = "auto"
+    reason: str = "asked for"
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device("cpu")
+
+    def weights(self, wish: WeightsDtype) -> WeightsDtype:
+        return "int4" if wish == "auto" else wish
+
+    def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
+        return _named((weights if weights == "float32" else "bfloat16") if wish == "auto" else wish)
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        return CpuElementwise()
+
+    def attention(self, head_dim: int, kv_dtype: torch.dtype) -> Choice:
+        return choose(self.wish, self.place, (), head_dim, kv_dtype)
+
+    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
+        return host_room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def graphs(self) -> GraphMaker | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """The card that is current when it is chosen. installed: what there is for attention, see `installed`."""
+
+    place: torch.device
+    wish: AttentionWish
+    installed: frozenset[str]
+    reason: str
+
+    def weights(self, wish: WeightsDtype) -> WeightsDtype:
+        if wish in ("int4", "int8"):
+            raise ModelError(f"{wish} weights are for the CPU: on CUDA, choose bfloat16, float16 or float32")
+        if wish == "auto":
+            return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        return wish
+
+    def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
+        return _named(weights if wish == "auto" else wish)
+
+    def elementwise(self, dtype: torch.dtype) -> Elementwise:
+        if self.wish in ("auto", "flashinfer") and has_flashinfer(self.installed):
+            return FlashInferElementwise(dtype)
+        return TorchElementwise()
+
+    def attention(self, head_dim: int, kv_dtype: torch.dtype) -> Choice:
+        return choose(self.wish, self.place, self.installed, head_dim, kv_dtype)
+
+    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
+        """What torch has taken for the step's numbers counts as in use: it will be again."""
+        own = largest_step()
+        torch.cuda.synchronize(self.place)
+        free, total = torch.cuda.mem_get_info(self.place)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return device_room(total, total - free - own, utilization)
+
+    def graphs(self) -> GraphMaker | None:
+        return CudaGraphs(self.place)
+
+
+def find_device(wish: DeviceWish, attention: AttentionWish) -> Device:
+    """auto: CUDA where there is a card. Raises DeviceUnavailable."""
+    there = torch.cuda.is_available()
+    if wish == "cpu" or (wish == "auto" and not there):
+        return CpuDevice(attention, "asked for" if wish == "cpu" else "torch finds no CUDA here")
+    if not there:
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise DeviceUnavailable(f"the device cuda was asked for, and torch finds none: it {built}")
+    card = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name(card)
+    return CudaDevice(card, attention, installed(), f"asked for, {name}" if wish == "cuda" else name)
+
+
+@contextmanager
+def told_what_to_lower() -> Iterator[None]:
+    """What the device's memory did not suffice for becomes an OutOfDeviceMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfDeviceMemory(str(error).splitlines()[0].rstrip(".")) from error
+
+
+def _named(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
