@@ -60,6 +60,8 @@ class Threads:
 
 
 def _load() -> ctypes.CDLL | None:
-    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")):
+    """The library that torch has loaded: where its wheels for x86 and for Arm have it."""
+    package = Path(torch.__file__).parent
+    for path in (*sorted(package.glob("lib/libgomp*")), *sorted(package.parent.glob("torch.libs/libgomp*"))):
         return ctypes.CDLL(str(path))
     return None
