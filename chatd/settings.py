@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     )
     dtype: WeightsDtype = Field("auto", description="type of the weights; auto is int4, on CUDA bfloat16")
     kv_dtype: KVDtype = Field(
-        "auto", description="type of keys and values; auto follows the weights, int8 halves them on a CPU"
+        "auto", description="type of keys and values; auto follows the weights, int8 (CPU) or fp8 (CUDA) halves them"
     )
     context_length: int | None = Field(
         None,
@@ -107,7 +107,9 @@ class Settings(BaseSettings):
         json_schema_extra={"default_text": "one for each core"},
     )
     speculation: Speculation = Field(
-        "ngram", description="guess tokens and check several at a time, from the conversation or by --draft-model"
+        "auto",
+        description="guess tokens and check several at a time, from the conversation (ngram) or by --draft-model; auto "
+        "is ngram, on CUDA off",
     )
     draft_model: str | None = Field(
         None,

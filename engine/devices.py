@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from engine.attention.choice import Choice, choose, has_flashinfer, installed
-from engine.config import AttentionWish, DeviceWish, KVDtype, WeightsDtype
+from engine.attention.kv_scales import FP8
+from engine.config import AttentionWish, DeviceWish, KVDtype, Speculation, WeightsDtype
 from engine.errors import DeviceUnavailable, ModelError, OutOfDeviceMemory
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementwise
@@ -37,7 +38,11 @@ class Device(Protocol):
         ...
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
-        """The type of keys and values beside such weights."""
+        """The type of keys and values beside such weights. Raises ModelError where it is for another device."""
+        ...
+
+    def speculation(self, wish: Speculation) -> Speculation:
+        """Who guesses tokens for what was wished for, never auto."""
         ...
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
@@ -77,7 +82,12 @@ class CpuDevice:
         return "int4" if wish == "auto" else wish
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
-        return _named((weights if weights == "float32" else "bfloat16") if wish == "auto" else wish)
+        if wish == "fp8":
+            raise ModelError("fp8 keys and values are for CUDA: on the CPU, choose int8, bfloat16 or float32")
+        return dtype_named((weights if weights == "float32" else "bfloat16") if wish == "auto" else wish)
+
+    def speculation(self, wish: Speculation) -> Speculation:
+        return "ngram" if wish == "auto" else wish
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return CpuElementwise()
@@ -109,7 +119,13 @@ class CudaDevice:
         return wish
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
-        return _named(weights if wish == "auto" else wish)
+        if wish == "int8":
+            raise ModelError("int8 keys and values are for the CPU: on CUDA, choose fp8, bfloat16, float16 or float32")
+        return dtype_named(weights if wish == "auto" else wish)
+
+    def speculation(self, wish: Speculation) -> Speculation:
+        """auto: none, since a step with guesses is in no graph."""
+        return "off" if wish == "auto" else wish
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         if self.wish in ("auto", "flashinfer") and has_flashinfer(self.installed):
@@ -121,6 +137,7 @@ class CudaDevice:
 
     def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
         """What torch has taken for the step's numbers counts as in use: it will be again."""
+        torch.cuda.empty_cache()  # what loading has left
         own = largest_step()
         torch.cuda.synchronize(self.place)
         free, total = torch.cuda.mem_get_info(self.place)
@@ -147,13 +164,33 @@ def find_device(wish: DeviceWish, attention: AttentionWish) -> Device:
 
 @contextmanager
 def told_what_to_lower() -> Iterator[None]:
-    """What the device's memory did not suffice for becomes an OutOfDeviceMemory."""
+    """What the device's memory did not suffice for becomes an OutOfDeviceMemory, also where it led to another error."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfDeviceMemory(str(error).splitlines()[0].rstrip(".")) from error
+    except RuntimeError as error:
+        if (first := _out_of_memory(error)) is None:
+            raise
+        raise OutOfDeviceMemory(str(first).splitlines()[0].rstrip(".")) from error
 
 
-def _named(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
+def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error of torch, or of CUDA itself, behind this one: the end of a capture that ran out of memory raises one of
+    its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        if isinstance(error, torch.AcceleratorError) and "out of memory" in str(error):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """By its name in EngineConfig: torch's own, but for fp8."""
+    dtype: torch.dtype = FP8 if name == "fp8" else getattr(torch, name)
     return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The inverse of dtype_named."""
+    return "fp8" if dtype == FP8 else str(dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ class OutOfDeviceMemory(ModelError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"the device's memory does not suffice: {what}. Lower gpu_memory_utilization, pool_tokens, "
-            "max_batched_tokens or context_length, or choose a narrower dtype"
+            "max_batched_tokens, max_running or context_length, or choose a narrower dtype or kv_dtype"
         )
 
 

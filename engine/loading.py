@@ -12,8 +12,10 @@ from cache import PagePool, PrefixCache
 from engine.api import EngineInfo, SamplingParams
 from engine.attention import AttentionBackend, Choice, KVShape, build_attention
 from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.kv_scales import Fp8
+from engine.calibration import calibrate
 from engine.config import EngineConfig
-from engine.devices import Device, find_device, told_what_to_lower
+from engine.devices import Device, find_device, name_of, told_what_to_lower
 from engine.errors import ModelError
 from engine.graphs import DecodeGraphs, batches_up_to
 from engine.link import link_to
@@ -57,7 +59,8 @@ def _load(config: EngineConfig, device: Device) -> LocalEngine:
     choice = device.attention(spec.head_dim, kv_dtype)
     log.info("attention %s: %s", choice.name, choice.reason)
     draft = load_draft_model(config, loaded.assets, device)
-    setup = _Setup(config, device, loaded, draft, choice, kv_dtype, context, codec.vocab_size)
+    fp8 = calibrate(loaded, codec, kv_dtype, device, config.max_batched_tokens)
+    setup = _Setup(config, device, loaded, draft, choice, kv_dtype, fp8, context, codec.vocab_size)
     shape = setup.pool()
     runner = setup.runner(shape)
     info = EngineInfo(
@@ -68,7 +71,7 @@ def _load(config: EngineConfig, device: Device) -> LocalEngine:
         num_pages=shape.num_pages,
         pool_bytes=shape.num_pages * shape.page_bytes,
         weights_dtype=loaded.weights,
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_dtype=name_of(kv_dtype),
         device=str(device.place),
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
         adapters=tuple(source.name for source in config.adapters),
@@ -80,8 +83,8 @@ def _load(config: EngineConfig, device: Device) -> LocalEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What a pool and a runner are made from. draft: its keys and values want room too. context: in tokens. vocab_size:
-    of the tokenizer."""
+    """What a pool and a runner are made from. draft: its keys and values want room too. fp8: for kv_dtype, where it is
+    e4m3. context: in tokens. vocab_size: of the tokenizer."""
 
     config: EngineConfig
     device: Device
@@ -89,6 +92,7 @@ class _Setup:
     draft: LoadedModel | None
     choice: Choice
     kv_dtype: torch.dtype
+    fp8: Fp8 | None
     context: int
     vocab_size: int
 
@@ -98,7 +102,10 @@ class _Setup:
         room = self.device.room(config.gpu_memory_utilization, self._largest_step)
         token_bytes = spec.kv_shape(1, 1, self.kv_dtype).page_bytes
         if self.choice.gathers(config.page_size):  # in each layer, at most what all sequences have there
-            token_bytes += token_bytes // len(spec.layers)
+            gathered = token_bytes
+            if self.fp8 is not None:  # as it is stored, and then as it is attended to
+                gathered += spec.kv_shape(1, 1, self.fp8.attend_dtype).page_bytes
+            token_bytes += gathered // len(spec.layers)
         if self.draft is not None:
             token_bytes += self.draft.model.spec.kv_shape(1, 1, self.kv_dtype).page_bytes
         pages = pool_pages(config.pool_tokens, room, self.context, config.page_size, token_bytes)
@@ -141,7 +148,8 @@ class _Setup:
 
     def _attention(self, shape: KVShape) -> AttentionBackend:
         spec = self.loaded.model.spec
-        return build_attention(self.choice, shape, spec.layers, spec.num_heads, self.device.place, self._fixed)
+        place = self.device.place
+        return build_attention(self.choice, shape, spec.layers, spec.num_heads, place, self._fixed, self.fp8)
 
     def _runner(self, attention: AttentionBackend, graphs: DecodeGraphs | None = None) -> ModelRunner:
         link = link_to(self.device.place)

@@ -67,7 +67,7 @@ def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_settings(parser, ["model", "models_dir", "threads"])
     weights = [name for name in get_args(WeightsDtype) if name != "auto"]
-    kinds = [name for name in get_args(KVDtype) if name != "auto"]
+    kinds = [name for name in get_args(KVDtype) if name not in ("auto", "fp8")]
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's language reference)")
     add("--dtype", dest="weights", nargs="+", choices=weights, default=["int4"], help="of the weights (default: int4)")

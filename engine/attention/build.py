@@ -11,6 +11,7 @@ from engine.attention.choice import Choice
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash_attn import FlashAttnAttention
 from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.kv_scales import Fp8
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
 
@@ -22,14 +23,16 @@ def build_attention(
     num_heads: int,
     device: torch.device,
     fixed: FixedDecode | None = None,
+    fp8: Fp8 | None = None,
 ) -> AttentionBackend:
-    """With a pool of that shape on the device. num_heads: of queries. fixed: for backends that can be captured.
+    """With a pool of that shape on the device. num_heads: of queries. fixed: for backends that can be captured. fp8:
+    for keys and values in e4m3; None: with scales of 1.0.
 
     Raises AttentionUnavailable.
     """
     if choice.name == "native":
         return CpuAttention(shape, layers)
-    kv = PagedKV(shape, device)
+    kv = PagedKV(shape, device, fp8.scales, fp8.attend_dtype) if fp8 is not None else PagedKV(shape, device)
     if choice.name == "flashinfer":
         return FlashInferAttention(kv, layers, num_heads, fixed)
     if choice.name == "torch-paged":

@@ -11,7 +11,7 @@ its values, which makes scaling itself exact.
                   however it is scaled. Such models want bfloat16
 
 tests/engine/test_fp8_kv.py measures all three. Scales belong to the model, and are found at load with a fixed text
-(`WatchedAttention`), never from requests: what a sequence is answered must not depend on who came first.
+(engine/calibration.py), never from requests: what a sequence is answered must not depend on who came first.
 
 Source: FP8 Formats for Deep Learning (arXiv 2209.05433).
 """
@@ -57,6 +57,14 @@ class KVScales:
         return cls(tuple(map(_scale_for, keys)), tuple(map(_scale_for, values)))
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """How keys and values are kept in e4m3. attend_dtype: what they are turned into when they are attended to."""
+
+    scales: KVScales
+    attend_dtype: torch.dtype
+
+
 class WatchedAttention:
     """An AttentionBackend that leaves all to another, and remembers how large the keys and values of each layer are."""
 
@@ -93,7 +101,7 @@ def to_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
 def from_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """The inverse of to_fp8, exact in any dtype that has the range."""
     wide = x.to(dtype)
-    return wide if scale == 1.0 else wide * scale
+    return wide if scale == 1.0 else wide.mul_(scale)
 
 
 def _scale_for(largest: float) -> float:

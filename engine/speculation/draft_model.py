@@ -20,6 +20,7 @@ import torch
 from cache import OutOfPages, PageIds, PagePool
 from engine.api import TokenIds
 from engine.attention import AttentionRow, build_attention
+from engine.attention.kv_scales import Fp8
 from engine.devices import Device
 from engine.link import link_to
 from engine.models.base import Model
@@ -67,10 +68,10 @@ class _Row:
 class ModelDrafter:
     """Implements `Drafter`: greedy guesses of a model, all sequences in one batch.
 
-    vocab_size: of the tokenizer; a model may have more rows. kv_dtype: of keys and values. At most `max_batched_tokens`
-    are computed in one go: a sequence that is further behind, with a long prompt, catches up over several steps, and
-    gets its first guesses at the last of them. One that has outgrown the draft model's context gets none, nor does one
-    that finds no room among the `pool_tokens` that all of them have.
+    vocab_size: of the tokenizer; a model may have more rows. kv_dtype: of keys and values; fp8: how they are kept where
+    that is e4m3. At most `max_batched_tokens` are computed in one go: a sequence that is further behind, with a long
+    prompt, catches up over several steps, and gets its first guesses at the last of them. One that has outgrown the
+    draft model's context gets none, nor does one that finds no room among the `pool_tokens` that all of them have.
     """
 
     cost = CHECKING + 0.2
@@ -84,6 +85,7 @@ class ModelDrafter:
         max_batched_tokens: int,
         pool_tokens: int,
         device: Device,
+        fp8: Fp8 | None = None,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
@@ -91,7 +93,7 @@ class ModelDrafter:
         spec, num_pages = model.spec, max(1, pool_tokens // _PAGE_SIZE)
         self._pool = PagePool(num_pages, _PAGE_SIZE)  # no page is ever shared
         shape, choice = spec.kv_shape(num_pages, _PAGE_SIZE, kv_dtype), device.attention(spec.head_dim, kv_dtype)
-        self._attention = build_attention(choice, shape, spec.layers, spec.num_heads, device.place)
+        self._attention = build_attention(choice, shape, spec.layers, spec.num_heads, device.place, fp8=fp8)
         self._link = link_to(device.place)
         self._followed: dict[int, _Followed] = {}
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import torch
 
+from engine.calibration import calibrate
 from engine.config import EngineConfig
 from engine.devices import Device
 from engine.errors import ModelError
@@ -40,11 +41,13 @@ def load_drafter(
     """None where speculation is off. draft: the draft model, where there is one; it has kv_dtype for keys and values,
     and room for `pool_tokens` of them. Raises ModelError."""
     if draft is None:
-        return NgramDrafter() if config.speculation == "ngram" else None
-    vocab_size = Codec(draft.assets).vocab_size
+        return NgramDrafter() if device.speculation(config.speculation) == "ngram" else None
+    codec = Codec(draft.assets)
+    vocab_size = codec.vocab_size
     if vocab_size > draft.model.spec.vocab_size:
         raise ModelError(f"the tokenizer has {vocab_size} ids, and the draft model knows fewer")
-    drafter = ModelDrafter(draft.model, vocab_size, kv_dtype, config.max_batched_tokens, pool_tokens, device)
+    fp8 = calibrate(draft, codec, kv_dtype, device, config.max_batched_tokens)
+    drafter = ModelDrafter(draft.model, vocab_size, kv_dtype, config.max_batched_tokens, pool_tokens, device, fp8)
     drafter.propose([Ask(-1, np.zeros(2, dtype=np.int32), at_most=1, capacity=4)])  # reads the weights in
     drafter.drop(-1)
     return drafter

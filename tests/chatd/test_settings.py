@@ -107,7 +107,7 @@ def test_short_database_urls(given: str, url: str) -> None:
         ({}, {"CHATD_ADAPTER": "a=/x,a=/y"}, "", ["no two adapters may have the same name"]),
         ({}, {}, "adapter = 1", ["chatd.toml: adapter: adapters are given as name=folder"]),
         ({"speculation": "draft"}, {}, "", ["a draft model and speculation by a draft model go together"]),
-        ({"speculation": "guess"}, {}, "", ["--speculation: Input should be 'off', 'ngram' or 'draft'"]),
+        ({"speculation": "guess"}, {}, "", ["--speculation: Input should be 'auto', 'off', 'ngram' or 'draft'"]),
         ({}, {"CHATD_SPECULATIVE_TOKENS": "0"}, "", ["CHATD_SPECULATIVE_TOKENS: Input should be greater"]),
         ({"allowed_origins": "chat.example"}, {}, "", ["--allowed-origins: origins look like https://"]),
     ],

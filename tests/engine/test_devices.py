@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import DeviceWish, EngineConfig, KVDtype, WeightsDtype
-from engine.devices import CpuDevice, CudaDevice, Device, find_device, told_what_to_lower
+from engine.config import DeviceWish, EngineConfig, KVDtype, Speculation, WeightsDtype
+from engine.devices import CpuDevice, CudaDevice, Device, dtype_named, find_device, name_of, told_what_to_lower
 from engine.errors import DeviceUnavailable, ModelError, OutOfDeviceMemory
+from engine.graphs import Captured, Run
 from engine.loading import load_engine
 from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementwise
 from engine.models.fused import FlashInferElementwise
+from engine.speculation import Drafter, NgramDrafter
+from engine.speculation.loading import load_drafter
 from tests.engine.conftest import StartEngine
 from tests.support.generation import generate
 from tests.support.standin_device import StandinDevice, use_standin
@@ -75,6 +80,7 @@ CPU, CUDA = CpuDevice(), CudaDevice(CARD, "auto", ALL, "")
         (CUDA, False, "auto", "auto", "float16", torch.float16),
         (CUDA, True, "float16", "auto", "float16", torch.float16),
         (CUDA, True, "float32", "bfloat16", "float32", torch.bfloat16),
+        (CUDA, True, "auto", "fp8", "bfloat16", torch.float8_e4m3fn),
     ],
 )
 def test_types(
@@ -95,6 +101,36 @@ def test_types(
 def test_packed_weights_are_for_the_cpu(dtype: WeightsDtype) -> None:
     with pytest.raises(ModelError, match=f"{dtype} weights are for the CPU"):
         CUDA.weights(dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_dtype", "message"),
+    [
+        (CPU, "fp8", "fp8 keys and values are for CUDA: on the CPU, choose int8"),
+        (CpuDevice("torch"), "fp8", "fp8 keys and values are for CUDA"),
+        (CUDA, "int8", "int8 keys and values are for the CPU: on CUDA, choose fp8"),
+    ],
+)
+def test_keys_and_values_of_another_device(device: Device, kv_dtype: KVDtype, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        device.kv(kv_dtype, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("device", "wish", "guesses"),
+    [
+        (CPU, "auto", "ngram"),
+        (CUDA, "auto", "off"),
+        *((device, wish, wish) for device in (CPU, CUDA) for wish in ("off", "ngram", "draft")),
+    ],
+)
+def test_who_guesses(device: Device, wish: Speculation, guesses: Speculation) -> None:
+    assert device.speculation(wish) == guesses
+
+
+@pytest.mark.parametrize("name", [name for name in get_args(KVDtype) if name != "auto"])
+def test_names_of_types(name: str) -> None:
+    assert name_of(dtype_named(name)) == name
 
 
 @pytest.mark.parametrize(
@@ -134,8 +170,55 @@ def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch, start
     monkeypatch.setattr("engine.attention.build.PagedKV", full)
     with pytest.raises(OutOfDeviceMemory, match=r"Tried to allocate 20\.00 GiB\. Lower gpu_memory_utilization"):
         start_engine()
-    with told_what_to_lower(), pytest.raises(ValueError, match="other"):
-        raise ValueError("other")
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    for error in (ValueError("other"), RuntimeError("out of memory, says somebody else"), torch.AcceleratorError("x")):
+        with pytest.raises(type(error)) as raised, told_what_to_lower():
+            raise error
+        assert raised.value is error
+
+
+def by_torch() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
+
+
+def by_cuda() -> None:
+    raise torch.AcceleratorError("CUDA error: out of memory\nMore of it")
+
+
+def by_the_end_of_the_capture() -> None:
+    """As torch.cuda.graph does: leaving it ends the capture, which fails for what has failed before."""
+    try:
+        by_torch()
+    finally:
+        raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (by_torch, r"Tried to allocate 2\.00 GiB"),
+        (by_cuda, "CUDA error: out of memory"),
+        (by_the_end_of_the_capture, r"Tried to allocate 2\.00 GiB"),
+    ],
+)
+def test_out_of_memory_while_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine, fails: Callable[[], None], told: str
+) -> None:
+    device = use_standin(monkeypatch)
+    capture, captured = device.maker.capture, []
+
+    def second_fails(run: Run) -> Captured:
+        if captured:
+            fails()
+        captured.append(capture(run))
+        return captured[-1]
+
+    monkeypatch.setattr(device.maker, "capture", second_fails)
+    with pytest.raises(OutOfDeviceMemory, match=told + r"\. Lower gpu_memory_utilization, .*max_running"):
+        start_engine(pool_tokens=256)
+    assert len(captured) == 1
 
 
 @pytest.mark.parametrize(("utilization", "pool_tokens"), [(0.75, None), (0.9, None), (0.9, 64)])
@@ -184,3 +267,32 @@ async def test_the_choice_is_logged_once(
 def test_a_standin_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device: Device = use_standin(monkeypatch)
     assert isinstance(device, StandinDevice)
+
+
+@pytest.mark.parametrize(
+    ("on_a_card", "options", "kind"),
+    [
+        (False, {}, NgramDrafter),
+        (False, {"speculation": "off"}, type(None)),
+        (True, {}, type(None)),
+        (True, {"speculation": "ngram"}, NgramDrafter),
+    ],
+)
+def test_the_drafter_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    start_engine: StartEngine,
+    on_a_card: bool,
+    options: dict[str, Any],
+    kind: type[Drafter | None],
+) -> None:
+    if on_a_card:
+        use_standin(monkeypatch)
+    drafters: list[Drafter | None] = []
+
+    def load(*args: Any) -> Drafter | None:
+        drafters.append(load_drafter(*args))
+        return drafters[-1]
+
+    monkeypatch.setattr("engine.loading.load_drafter", load)
+    start_engine(pool_tokens=256, **options)
+    assert [type(drafter) for drafter in drafters] == [kind]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.attention import Choice
-from engine.config import KVDtype, WeightsDtype
+from engine.config import KVDtype, Speculation, WeightsDtype
+from engine.devices import dtype_named
 from engine.graphs import GraphMaker
 from engine.models.elementwise import Elementwise
 from engine.models.fused import FlashInferElementwise
@@ -38,8 +39,10 @@ class StandinDevice:
         return "float32" if wish == "auto" else wish
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, weights if wish == "auto" else wish)
-        return dtype
+        return dtype_named(weights if wish == "auto" else wish)
+
+    def speculation(self, wish: Speculation) -> Speculation:
+        return "off" if wish == "auto" else wish
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
         return FlashInferElementwise(dtype)
