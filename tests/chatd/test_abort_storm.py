@@ -24,7 +24,9 @@ async def test_clients_that_go_away(tmp_path: Path) -> None:
     engines: list[LocalEngine] = []
 
     def load() -> LocalEngine:
-        config = EngineConfig(tmp_path / "models", str(model), "float32", pool_tokens=320, page_size=4, max_running=8)
+        config = EngineConfig(
+            tmp_path / "models", str(model), dtype="float32", pool_tokens=320, page_size=4, max_running=8
+        )
         engines.append(load_engine(config))
         return engines[0]
 

@@ -185,7 +185,7 @@ def test_three_loads_of_exact_lengths(tmp_path: Path, capsys: pytest.CaptureFixt
 
     server, file = FakeServer(metrics=metrics, split=frozenset({"world"})), tmp_path / "all.json"
     assert bench("scenarios", server, "--concurrency", 3, "--requests", 5, "--scale", 0.25, "--json", file) == 0
-    assert server.most_running == 3
+    assert 1 < server.most_running <= 3
     expected = [("short answers", 32, 32), ("summaries", 512, 128), ("code", 128, 256)]
     asked = list(zip(server.prompts(), [body["max_tokens"] for body in server.bodies], strict=True))
     assert asked[-15:] == [(prompt, output) for _, prompt, output in expected for _ in range(5)]

@@ -39,7 +39,8 @@ class StandinDevice:
         return "float32" if wish == "auto" else wish
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
-        return dtype_named(weights if wish == "auto" else wish)
+        packed = weights in ("int4", "int8")
+        return dtype_named(("float32" if packed else weights) if wish == "auto" else wish)
 
     def speculation(self, wish: Speculation) -> Speculation:
         return "off" if wish == "auto" else wish
