@@ -41,7 +41,10 @@ class Prompts:
     def of_length(self, tokens: int, random: Random) -> list[Message]:
         """Raises CommandFailed when the template alone has as many tokens."""
         if tokens <= self.overhead:
-            raise CommandFailed(f"a prompt of this model has more than {self.overhead} tokens")
+            raise CommandFailed(
+                f"a prompt of this model has more than {self.overhead} tokens, and one of {tokens} was asked for: "
+                "ask for longer ones (--scale, --history)"
+            )
         words = random.choices(self.words, k=tokens - self.overhead)
         return _messages(words, self.system)
 

@@ -106,6 +106,8 @@ class CpuAttention:
         fits = q.shape[2] == shape.head_dim and heads % shape.num_kv_heads == 0
         if not (fits and k.shape[1:] == v.shape[1:] == (shape.num_kv_heads, shape.head_dim)):
             raise ValueError(f"queries, keys and values of {q.shape[1:]}, {k.shape[1:]}, {v.shape[1:]}")
+        if out.shape != q.shape or not out.is_contiguous() or not all(map(_is_in_rows, (q, k, v, out))):
+            raise ValueError("queries, keys, values and what they give are float32 on the CPU, heads side by side")
         self._partial_size = max(self._partial_size, self._geometry(heads, False).partial_size)
         return self._kernel(heads, options.softcap is not None), {
             "q": q.data_ptr(),
@@ -166,7 +168,11 @@ class CpuAttention:
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, D] float32 whose heads are adjacent; tokens may be apart."""
     x = x.float()
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    return x if _is_in_rows(x) else x.contiguous()
+
+
+def _is_in_rows(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.stride()[1:] == (x.shape[2], 1)
 
 
 def _work(rows: Sequence[AttentionRow], offsets: Iterable[int], tables: Iterable[int], window: int | None) -> _Work:

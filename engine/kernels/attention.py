@@ -4,8 +4,8 @@ A step first stores the keys and values of its tokens, then attends. A job is a 
 and a stretch of keys; the query heads of the key head, for all its tokens, are the rows that read these keys together.
 For few tokens the keys are cut into stretches, so that there are jobs for all threads, and the partial results are
 merged afterwards (FlashDecoding): few.py. For many tokens a job goes through all the keys by itself, block by block
-(FlashAttention, arXiv 2205.14135): many.py. What a row gets depends on its own sequence alone, not on who else is in
-the step.
+(FlashAttention, arXiv 2205.14135): many.py. What a row gets does not depend on who else is in the step, but by rounding
+on whether few or many tokens of its sequence are computed with it.
 
 Nothing behind the last key of a sequence gets into a result: it may be anything, also not a number.
 """

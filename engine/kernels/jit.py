@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import time
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -16,6 +17,7 @@ from engine.kernels.processor import Processor
 
 log = logging.getLogger(__name__)
 _CHECKSUM = hashlib.sha256().digest_size
+_KEPT_S = 180 * 24 * 3600.0
 
 
 class Compiled:
@@ -83,9 +85,13 @@ def _kept(path: Path) -> bytes | None:
 
 
 def _keep(code: bytes, path: Path) -> None:
-    """Behind its checksum; whole or not at all: another process may read it meanwhile."""
+    """Behind its checksum; whole or not at all: another process may read it meanwhile. What nobody has made anew for
+    long goes: code of former versions, above all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for other in path.parent.glob("*.o"):
+            if other.stat().st_mtime < time() - _KEPT_S:
+                other.unlink(missing_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=".kernel-") as folder:
             whole = Path(folder) / path.name
             whole.write_bytes(hashlib.sha256(code).digest() + code)

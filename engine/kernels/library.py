@@ -1,8 +1,8 @@
 """The machine code of this process, as functions over tensors.
 
 Code is compiled at the first call that needs it, or read from where an earlier process has left it; it is the same for
-all who use it. Addresses are all that it gets: so every tensor is checked here. `*_arguments` give what a call takes,
-by name, for those who put it into a program.
+all who use it. Addresses are all that it gets: so every tensor is checked before, here or in engine/attention/cpu.py.
+`call` gives what a kernel takes, by name, for those who put it into a program.
 """
 
 from __future__ import annotations
@@ -159,7 +159,10 @@ class Heads(NamedTuple):
         if self.table is not None:
             _check(self.table, torch.float32, (len(self.table), size // 2, 2))
         eps = 0.0
-        for norm in filter(None, (self.query_norm, self.key_norm)):
+        norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
+        if len({norm.eps for norm in norms}) > 1:
+            raise ValueError("queries and keys are normed with different eps")
+        for norm in norms:
             _check(norm.weight, torch.float32, (size,))
             eps = norm.eps
         lanes = next(lanes for lanes in (16, 8, 4, 2) if size % lanes == 0)

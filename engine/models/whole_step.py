@@ -40,6 +40,7 @@ class WholeStep:
         attended = torch.empty(most_rows, c.num_heads, c.head_dim)
         gate_up = torch.empty(most_rows, 2 * c.intermediate_size)
         self._keep = (layers, qkv, attended, gate_up)
+        self._context_length = c.context_length
         self._products = products = Products()
         products.reserve(most_rows, max(c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim))
         self._program = program = new_program()
@@ -81,6 +82,10 @@ class WholeStep:
         """The residual, [T, hidden], behind the last layer of a step that attention was planned for; x holds its
         embeddings. positions: int64 [T]."""
         program, rows = self._program, len(positions)
+        if positions.dtype != torch.int64 or not positions.is_contiguous() or rows > self.most_rows:
+            raise ValueError(f"{positions.dtype} positions of {rows} tokens, and room for {self.most_rows}")
+        if not 0 <= int(positions.min()) <= int(positions.max()) < self._context_length:
+            raise ValueError(f"a position beyond the context of {self._context_length} tokens")
         program.set("product", rows=rows, counter=0)
         program.set("heads", rows=rows, positions=positions.data_ptr())
         for window in self._windows:
