@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from engine.attention import AttentionRow
+from engine.attention.base import pages_for
 from engine.attention.kv_scales import FP8, Fp8, KVScales, WatchedAttention
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.devices import Device, dtype_named
 from engine.link import link_to
 from engine.models.registry import LoadedModel
-from engine.runner import pages_for
 from engine.text import Codec
 from engine.text.api import ChatMessage
 

@@ -11,6 +11,7 @@ import torch
 from cache import PagePool, PrefixCache
 from engine.api import EngineInfo, SamplingParams
 from engine.attention import AttentionBackend, Choice, KVShape, build_attention
+from engine.attention.base import pages_for
 from engine.attention.flashinfer import FixedDecode, FlashInferAttention
 from engine.attention.kv_scales import Fp8
 from engine.calibration import calibrate
@@ -21,7 +22,7 @@ from engine.graphs import DecodeGraphs, batches_up_to
 from engine.link import link_to
 from engine.local import LocalEngine
 from engine.models.registry import LoadedModel, load_model
-from engine.runner import ModelRunner, pages_for
+from engine.runner import ModelRunner
 from engine.sizing import pool_pages, spread
 from engine.speculation.loading import load_draft_model, load_drafter
 from engine.text import Codec

@@ -9,6 +9,7 @@ import torch
 
 from engine.adapters import Adapters
 from engine.attention import AttentionBackend, AttentionRow
+from engine.attention.base import pages_for
 from engine.graphs import DecodeGraphs
 from engine.link import HostLink, Link
 from engine.models.base import Model
@@ -97,10 +98,6 @@ class ModelRunner:
         inputs = self._link.send(tokens, positions, logit_rows)
         logits = self._model.forward(inputs.tokens, inputs.positions, inputs.logit_rows, self._attention)
         return self._link.fetch(logits)
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
 
 
 def _attention_row(row: StepRow) -> AttentionRow:

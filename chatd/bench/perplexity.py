@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from cache import TokenIds
 from chatd.failure import CommandFailed
 from engine.attention import AttentionRow, CpuAttention, KVShape
+from engine.attention.base import pages_for
 from engine.config import EngineConfig, KVDtype, WeightsDtype
 from engine.models.base import Model
 from engine.models.registry import load_model
@@ -100,7 +101,7 @@ def compare(
             raise CommandFailed("the text is too short: a token is predicted from those before it")
         for kv_dtype, step in product(kv, rows):
             start = perf_counter()
-            shape = loaded.model.spec.kv_shape(-(-window // PAGE_SIZE), PAGE_SIZE, getattr(torch, kv_dtype))
+            shape = loaded.model.spec.kv_shape(pages_for(window, PAGE_SIZE), PAGE_SIZE, getattr(torch, kv_dtype))
             loss, scored, computed = _loss(loaded.model, shape, tokens, window, step)
             speed = computed / (perf_counter() - start)
             yield Perplexity(dtype, kv_dtype, step, scored, exp(loss / scored), speed)

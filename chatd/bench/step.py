@@ -13,6 +13,7 @@ import torch
 
 from chatd.failure import CommandFailed
 from engine.attention import AttentionBackend, AttentionRow, CpuAttention
+from engine.attention.base import pages_for
 from engine.config import EngineConfig
 from engine.devices import CpuDevice
 from engine.models.base import Model
@@ -81,7 +82,7 @@ def measure_steps(config: EngineConfig, shapes: Sequence[StepShape], repeat: int
     for shape in shapes:
         if shape.context + shape.new > model.spec.context_length:
             raise CommandFailed(f"{shape}: the model was made for {model.spec.context_length} tokens")
-        pages = -(-(shape.context + shape.new) // PAGE_SIZE)
+        pages = pages_for(shape.context + shape.new, PAGE_SIZE)
         backend = CpuAttention(model.spec.kv_shape(shape.sequences * pages, PAGE_SIZE, kv_dtype), model.spec.layers)
         yield _measure(model, watched, backend, watch, shape, repeat)
 
@@ -111,7 +112,7 @@ def _step(
     model: Model, attention: AttentionBackend, shape: StepShape, start: int, count: int, *, sample: bool
 ) -> Callable[[], None]:
     """A step of the sequences of `shape`, in pages that follow one another."""
-    per_sequence = -(-(shape.context + shape.new) // PAGE_SIZE)
+    per_sequence = pages_for(shape.context + shape.new, PAGE_SIZE)
     pages = np.arange(shape.sequences * per_sequence, dtype=np.int32).reshape(shape.sequences, -1)
     end = shape.context + shape.new
     rows = [AttentionRow(number, pages[number], start, count, end) for number in range(shape.sequences)]

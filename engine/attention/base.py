@@ -65,6 +65,25 @@ class AttentionRow:
     capacity: int
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """How many pages so many tokens take."""
+    return -(-tokens // page_size)
+
+
+def layers_of(shape: KVShape, layers: Sequence[LayerAttention] | None) -> tuple[LayerAttention, ...]:
+    """One for each layer of the shape; None: all of them plain. Raises ValueError if there are more or fewer."""
+    given = tuple(layers) if layers is not None else (LayerAttention(),) * shape.num_layers
+    if len(given) != shape.num_layers:
+        raise ValueError(f"{shape.num_layers} layers, but the attention of {len(given)}")
+    return given
+
+
+def scale_of(layer: LayerAttention, head_dim: int) -> float:
+    """What scores are multiplied by."""
+    scale: float = layer.scale if layer.scale is not None else head_dim**-0.5
+    return scale
+
+
 class AttentionBackend(Protocol):
     """`plan` once a step, then `run` once for each layer, in order; `drop` when a sequence ends or loses its pages.
 

@@ -3,12 +3,12 @@
     pool     [pages, layers, 2, kv_heads, page_size, head_dim]    2: keys, values
     largest  [pages, layers, 2, kv_heads, page_size]              beside int8
 
-A page is one stretch of memory. Attention is computed in float32, whatever the pool stores.
+A page is one stretch of memory. Scores and sums are float32, whatever the pool stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from cache import TailCopy
-from engine.attention.base import AttentionRow, KVShape, LayerAttention
+from engine.attention.base import AttentionRow, KVShape, LayerAttention, layers_of, scale_of
+from engine.attention.step_tables import StepTables
 from engine.kernels import Geometry, Kernel, attention_kernel, float_bits, run_kernel
 from engine.kernels.geometry import MANY, MOST_FEW, STRETCH
 
@@ -53,9 +54,8 @@ class CpuAttention:
 
     def __init__(self, shape: KVShape, layers: Sequence[LayerAttention] | None = None) -> None:
         self._shape = shape
-        self._layers = tuple(layers) if layers is not None else (LayerAttention(),) * shape.num_layers
-        if len(self._layers) != shape.num_layers:
-            raise ValueError(f"{shape.num_layers} layers, but the attention of {len(self._layers)}")
+        self._layers = layers_of(shape, layers)
+        self._windows = tuple(dict.fromkeys(layer.window for layer in self._layers))
         rows = (shape.num_pages, shape.num_layers, 2, shape.num_kv_heads, shape.page_size)
         self._pool = torch.empty((*rows, shape.head_dim), dtype=shape.dtype)
         self._largest = torch.empty(rows if shape.dtype == torch.int8 else (0,), dtype=torch.bfloat16)
@@ -69,19 +69,12 @@ class CpuAttention:
         for row in rows:
             if row.count < 1 or row.start < 0 or len(row.pages) * size < row.start + row.count:
                 raise ValueError(f"{len(row.pages)} pages cannot take {row.count} tokens from {row.start} on")
-        needed = [row.pages[: -(-(row.start + row.count) // size)] for row in rows]
-        tables = np.concatenate(needed, dtype=np.int32)
-        if tables.min() < 0 or tables.max() >= self._shape.num_pages:
+        tables = StepTables.build(rows, size)
+        if tables.pages.min() < 0 or tables.pages.max() >= self._shape.num_pages:
             raise ValueError(f"a page beyond the {self._shape.num_pages} of the pool")
-        counts = np.array([row.count for row in rows])
-        firsts = np.concatenate(([0], np.cumsum([len(pages) for pages in needed])[:-1]))
-        ends = np.cumsum(counts)
-        positions = np.arange(ends[-1]) + np.repeat([row.start for row in rows] - ends + counts, counts)
-        pages = tables[np.repeat(firsts, counts) + positions // size]
-        slots = pages.astype(np.int64) * size + positions % size
-        windows = dict.fromkeys(layer.window for layer in self._layers)
-        work = {window: _work(rows, ends - counts, firsts, window) for window in windows}
-        self._step = _Step(int(ends[-1]), slots, tables, work)
+        slots = tables.token_slots(size).astype(np.int64)
+        work = {window: _work(rows, tables, window) for window in self._windows}
+        self._step = _Step(len(slots), slots, tables.pages, work)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
@@ -108,7 +101,6 @@ class CpuAttention:
             raise ValueError(f"queries, keys and values of {q.shape[1:]}, {k.shape[1:]}, {v.shape[1:]}")
         if out.shape != q.shape or not out.is_contiguous() or not all(map(_is_in_rows, (q, k, v, out))):
             raise ValueError("queries, keys, values and what they give are float32 on the CPU, heads side by side")
-        self._partial_size = max(self._partial_size, self._geometry(heads, False).partial_size)
         return self._kernel(heads, options.softcap is not None), {
             "q": q.data_ptr(),
             "q_stride": q.stride(0),
@@ -122,7 +114,7 @@ class CpuAttention:
             "layer": layer,
             "num_layers": shape.num_layers,
             "window": options.window or _NO_WINDOW,
-            "scale": float_bits(options.scale if options.scale is not None else shape.head_dim**-0.5),
+            "scale": float_bits(scale_of(options, shape.head_dim)),
             "softcap": float_bits(options.softcap or 0.0),
         }
 
@@ -155,13 +147,12 @@ class CpuAttention:
     def drop(self, sequence: int) -> None:
         """Nothing is kept for a sequence besides its pages."""
 
-    def _geometry(self, heads: int, capped: bool) -> Geometry:
-        s, element = self._shape, str(self._shape.dtype).removeprefix("torch.")
-        return Geometry(heads, s.num_kv_heads, s.head_dim, s.page_size, element, capped)
-
     def _kernel(self, heads: int, capped: bool) -> Kernel:
         if (kernel := self._kernels.get((heads, capped))) is None:
-            kernel = self._kernels[heads, capped] = attention_kernel(self._geometry(heads, capped))
+            s, element = self._shape, str(self._shape.dtype).removeprefix("torch.")
+            geometry = Geometry(heads, s.num_kv_heads, s.head_dim, s.page_size, element, capped)
+            kernel = self._kernels[heads, capped] = attention_kernel(geometry)
+            self._partial_size = max(self._partial_size, geometry.partial_size)
         return kernel
 
 
@@ -175,12 +166,11 @@ def _is_in_rows(x: torch.Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and x.stride()[1:] == (x.shape[2], 1)
 
 
-def _work(rows: Sequence[AttentionRow], offsets: Iterable[int], tables: Iterable[int], window: int | None) -> _Work:
-    """offsets: of each row's tokens in the step. tables: where its page table begins."""
+def _work(rows: Sequence[AttentionRow], tables: StepTables, window: int | None) -> _Work:
     jobs: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
     partials = 0
-    for row, offset, table in zip(rows, offsets, tables, strict=True):
+    for row, offset, table in zip(rows, tables.token_offsets, tables.page_offsets, strict=False):
         for part in range(0, row.count, MANY):
             count, position = min(MANY, row.count - part), row.start + part
             end = position + count

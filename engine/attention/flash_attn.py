@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from cache import TailCopy
-from engine.attention.base import AttentionBackend, AttentionRow, LayerAttention
-from engine.attention.paged_kv import PagedKV, layers_of, scale_of
+from engine.attention.base import AttentionBackend, AttentionRow, LayerAttention, layers_of, scale_of
+from engine.attention.paged_kv import PagedKV
 from engine.attention.step_tables import StepTables
 from engine.attention.transfers import Staging, transfers_for
 from engine.errors import AttentionUnavailable

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from cache import TailCopy
-from engine.attention.base import AttentionRow, LayerAttention
+from engine.attention.base import AttentionRow, LayerAttention, layers_of, scale_of
 from engine.attention.compiling import compile_settings
 from engine.attention.kv_scales import FP8
-from engine.attention.paged_kv import PagedKV, layers_of, scale_of
+from engine.attention.paged_kv import PagedKV
 from engine.attention.step_tables import StepTables
 from engine.attention.transfers import Staged, Staging, transfers_for
 from engine.errors import AttentionUnavailable

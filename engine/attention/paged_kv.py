@@ -12,12 +12,10 @@ so that pages are moved as plain bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from cache import TailCopy
-from engine.attention.base import KVShape, LayerAttention
+from engine.attention.base import KVShape
 from engine.attention.kv_scales import FP8, KVScales, from_fp8, to_fp8
 from engine.errors import AttentionUnavailable
 
@@ -106,17 +104,3 @@ class PagedKV:
         """The first n_tokens of page src to page dst, zeros behind them."""
         self._kv[:, tail.dst, :, : tail.n_tokens] = self._kv[:, tail.src, :, : tail.n_tokens]
         self._kv[:, tail.dst, :, tail.n_tokens :] = 0
-
-
-def layers_of(shape: KVShape, layers: Sequence[LayerAttention] | None) -> tuple[LayerAttention, ...]:
-    """One for each layer of the shape; None: all of them plain. Raises ValueError if there are more or fewer."""
-    given = tuple(layers) if layers is not None else (LayerAttention(),) * shape.num_layers
-    if len(given) != shape.num_layers:
-        raise ValueError(f"{shape.num_layers} layers, but the attention of {len(given)}")
-    return given
-
-
-def scale_of(layer: LayerAttention, head_dim: int) -> float:
-    """What scores are multiplied by."""
-    scale: float = layer.scale if layer.scale is not None else head_dim**-0.5
-    return scale

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from cache import TailCopy
-from engine.attention.base import AttentionRow, LayerAttention
-from engine.attention.paged_kv import PagedKV, layers_of, scale_of
+from engine.attention.base import AttentionRow, LayerAttention, layers_of, scale_of
+from engine.attention.paged_kv import PagedKV
 from engine.attention.step_tables import StepTables
 from engine.attention.transfers import Staging, transfers_for
 

@@ -83,8 +83,7 @@ class _Rounding:
 
     def write(self, threads: Threads) -> None:
         f, a = self.f, self.f.args
-        normed = a["before"].equals(NORMED)
-        with f.when(normed):
+        with f.when(a["before"].equals(NORMED)):
             first, last = threads.share(f, a["rows"])
             with f.loop(first, last) as row:
                 self._normed(row)

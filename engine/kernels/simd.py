@@ -17,7 +17,7 @@ from itertools import count
 
 from llvmlite import ir
 
-I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 
@@ -157,19 +157,19 @@ class Value:
 
     def sum(self) -> Value:
         """Of the lanes, added in pairs."""
-        total = self
-        while total.lanes > 1:
-            half = total.lanes // 2
-            total = total.shuffle(range(half)) + total.shuffle(range(half, 2 * half))
-        return total.lane(0)
+        return self._folded(lambda low, high: low + high)
 
     def greatest(self) -> Value:
         """Of the lanes, none of which may be not a number."""
-        best = self
-        while best.lanes > 1:
-            half = best.lanes // 2
-            best = self._f.maximum(best.shuffle(range(half)), best.shuffle(range(half, 2 * half)))
-        return best.lane(0)
+        return self._folded(self._f.maximum)
+
+    def _folded(self, join: Callable[[Value, Value], Value]) -> Value:
+        """The low half joined with the high one, until one lane is left."""
+        folded = self
+        while folded.lanes > 1:
+            half = folded.lanes // 2
+            folded = join(folded.shuffle(range(half)), folded.shuffle(range(half, 2 * half)))
+        return folded.lane(0)
 
 
 class Variable:

@@ -20,6 +20,7 @@ import torch
 from cache import OutOfPages, PageIds, PagePool
 from engine.api import TokenIds
 from engine.attention import AttentionRow, build_attention
+from engine.attention.base import pages_for
 from engine.attention.kv_scales import Fp8
 from engine.devices import Device
 from engine.link import link_to
@@ -138,7 +139,7 @@ class ModelDrafter:
 
     def _has_room(self, followed: _Followed, tokens: int) -> bool:
         """Takes the pages for so many tokens, if there are."""
-        missing = -(-tokens // _PAGE_SIZE) - len(followed.pages)
+        missing = pages_for(tokens, _PAGE_SIZE) - len(followed.pages)
         if missing > 0:
             last = int(followed.pages[-1]) if len(followed.pages) else None
             try:
