@@ -18,7 +18,7 @@ from engine.attention.kv_scales import FP8, Fp8, KVScales, WatchedAttention
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.devices import Device, dtype_named
-from engine.link import link_to
+from engine.link import link_to, send_inputs
 from engine.models.registry import LoadedModel
 from engine.text import Codec
 from engine.text.api import ChatMessage
@@ -87,7 +87,7 @@ def _find_scales(loaded: LoadedModel, codec: Codec, dtype: torch.dtype, place: t
     for start in range(0, len(tokens), most):
         step = tokens[start : start + most].tolist()
         attention.plan([AttentionRow(0, pages, start, len(step), len(tokens))])
-        inputs = link.send(step, range(start, start + len(step)), ())
+        inputs = send_inputs(link, step, range(start, start + len(step)), ())
         model.forward(inputs.tokens, inputs.positions, inputs.logit_rows, attention)
     log.info("keys and values in 8 bits: scales found with a text of %d tokens", len(tokens))
     return attention.scales()

@@ -21,6 +21,8 @@ from engine.errors import DeviceUnavailable, ModelError, OutOfDeviceMemory
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementwise
 from engine.models.fused import FlashInferElementwise
+from engine.sampling.most_likely import SortedMostLikely, most_likely_by_flashinfer
+from engine.sampling.on_device import DeviceChooser
 from engine.sizing import Room, device_room, host_room
 
 
@@ -66,6 +68,10 @@ class Device(Protocol):
         """Who captures what is run; None: that gains nothing here."""
         ...
 
+    def chooser(self) -> DeviceChooser | None:
+        """Who chooses tokens where the logits are; None: they are in host memory already."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
@@ -101,6 +107,9 @@ class CpuDevice:
     def graphs(self) -> GraphMaker | None:
         return None
 
+    def chooser(self) -> DeviceChooser | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
@@ -128,7 +137,7 @@ class CudaDevice:
         return "off" if wish == "auto" else wish
 
     def elementwise(self, dtype: torch.dtype) -> Elementwise:
-        if self.wish in ("auto", "flashinfer") and has_flashinfer(self.installed):
+        if self._has_kernels:
             return FlashInferElementwise(dtype)
         return TorchElementwise()
 
@@ -147,6 +156,13 @@ class CudaDevice:
 
     def graphs(self) -> GraphMaker | None:
         return CudaGraphs(self.place)
+
+    def chooser(self) -> DeviceChooser | None:
+        return DeviceChooser(most_likely_by_flashinfer() if self._has_kernels else SortedMostLikely())
+
+    @property
+    def _has_kernels(self) -> bool:
+        return self.wish in ("auto", "flashinfer") and has_flashinfer(self.installed)
 
 
 def find_device(wish: DeviceWish, attention: AttentionWish) -> Device:

@@ -1,4 +1,4 @@
-"""A step's numbers on their way to the model's device, and its logits on their way back: one copy each."""
+"""A step's numbers on their way to the model's device, and what it gives on its way back: one copy each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,90 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.attention.transfers import DirectTransfers, Staging, Transfers, transfers_for
+from engine.attention.transfers import DirectTransfers, Fence, Staging, Transfers, transfers_for
+
+_IN_FLIGHT = 2
+
+
+class Arrival(Protocol):
+    def wait(self) -> list[torch.Tensor]:
+        """What was fetched, in host memory, once it is computed. Good until the second fetch after its own."""
+        ...
+
+
+class Link(Protocol):
+    """Between the host and one device. One thread. What it sends and fetches is in order with what is computed."""
+
+    def send(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
+        """int32 on the device, good until the next step is sent. May return before they are there."""
+        ...
+
+    def fetch(self, results: Sequence[torch.Tensor]) -> Arrival:
+        """results: int32 or float32. Returns before they are computed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    results: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.results
+
+
+class HostLink:
+    """Where the model runs in host memory: nothing is copied."""
+
+    def send(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    def fetch(self, results: Sequence[torch.Tensor]) -> Arrival:
+        return _Here(list(results))
+
+
+@dataclass(frozen=True, slots=True)
+class _OnItsWay:
+    fence: Fence
+    results: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        self.fence.wait()
+        return self.results
+
+
+class StagedLink:
+    """Through memory that copies are made from, and to, without waiting; it is kept from step to step."""
+
+    def __init__(self, transfers: Transfers, device: torch.device) -> None:
+        self._transfers = transfers
+        self._staging = Staging(transfers, device)
+        self._buffers = [transfers.host(0) for _ in range(_IN_FLIGHT)]
+
+    def send(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
+        with self._staging.step(arrays) as staged:
+            return [one.device for one in staged]
+
+    def fetch(self, results: Sequence[torch.Tensor]) -> Arrival:
+        ends = np.cumsum([result.numel() for result in results]).tolist()
+        buffer = self._buffers.pop(0)
+        if len(buffer) < ends[-1]:
+            buffer = self._transfers.host(ends[-1])  # of elements of four bytes
+        self._buffers.append(buffer)
+        targets = []
+        for result, end in zip(results, ends, strict=True):
+            target = buffer[end - result.numel() : end].view(result.dtype).view(result.shape)
+            if result.numel():
+                self._transfers.receive(result.contiguous(), target)
+            targets.append(target)
+        return _OnItsWay(self._transfers.fence(), targets)
+
+
+def link_to(device: torch.device) -> Link:
+    transfers = transfers_for(device)
+    return HostLink() if isinstance(transfers, DirectTransfers) else StagedLink(transfers, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,51 +102,6 @@ class StepInputs:
     logit_rows: torch.Tensor
 
 
-class Link(Protocol):
-    """Between the host and one device. One thread."""
-
-    def send(self, tokens: Sequence[int], positions: Sequence[int], logit_rows: Sequence[int]) -> StepInputs: ...
-
-    def fetch(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab] float32 in host memory, once they are computed. Good until the next call."""
-        ...
-
-
-class HostLink:
-    """Where the model runs in host memory: nothing is copied."""
-
-    def send(self, tokens: Sequence[int], positions: Sequence[int], logit_rows: Sequence[int]) -> StepInputs:
-        flat = torch.from_numpy(np.array((tokens, positions), dtype=np.int64))
-        return StepInputs(flat[0], flat[1], torch.from_numpy(np.array(logit_rows, dtype=np.int64)))
-
-    def fetch(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-
-class StagedLink:
-    """Through memory that copies are made from, and to, without waiting; it is kept from step to step."""
-
-    def __init__(self, transfers: Transfers, device: torch.device) -> None:
-        self._transfers = transfers
-        self._staging = Staging(transfers, device)
-        self._logits = transfers.host(0)
-
-    def send(self, tokens: Sequence[int], positions: Sequence[int], logit_rows: Sequence[int]) -> StepInputs:
-        arrays = [np.array(numbers, dtype=np.int32) for numbers in (tokens, positions, logit_rows)]
-        with self._staging.step(arrays) as staged:
-            return StepInputs(*(one.device.long() for one in staged))
-
-    def fetch(self, logits: torch.Tensor) -> torch.Tensor:
-        if logits.numel() == 0:
-            return torch.empty(logits.shape)
-        if len(self._logits) < logits.numel():
-            self._logits = self._transfers.host(logits.numel())  # of elements of four bytes
-        target = self._logits[: logits.numel()].view(torch.float32).view(logits.shape)
-        self._transfers.receive(logits.contiguous(), target)
-        self._transfers.fence().wait()
-        return target
-
-
-def link_to(device: torch.device) -> Link:
-    transfers = transfers_for(device)
-    return HostLink() if isinstance(transfers, DirectTransfers) else StagedLink(transfers, device)
+def send_inputs(link: Link, tokens: Sequence[int], positions: Sequence[int], logit_rows: Sequence[int]) -> StepInputs:
+    sent = link.send([np.array(numbers, dtype=np.int32) for numbers in (tokens, positions, logit_rows)])
+    return StepInputs(*(numbers.long() for numbers in sent))

@@ -154,7 +154,8 @@ class _Setup:
 
     def _runner(self, attention: AttentionBackend, graphs: DecodeGraphs | None = None) -> ModelRunner:
         link = link_to(self.device.place)
-        return ModelRunner(self.loaded.model, attention, self.loaded.adapters, self.vocab_size, link, graphs)
+        chooser = self.device.chooser()
+        return ModelRunner(self.loaded.model, attention, self.loaded.adapters, self.vocab_size, link, graphs, chooser)
 
 
 def _default_params(codec: Codec, limit: int) -> SamplingParams:

@@ -1,27 +1,35 @@
-"""A step's plan to logits: flat tokens, positions and page tables, one forward pass."""
+"""A step's plan to tokens and logits: flat tokens, positions and page tables, one forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from engine.adapters import Adapters
+from engine.api import SamplingParams
 from engine.attention import AttentionBackend, AttentionRow
 from engine.attention.base import pages_for
 from engine.graphs import DecodeGraphs
+from engine.launched import Launched, Places
 from engine.link import HostLink, Link
 from engine.models.base import Model
+from engine.sampling import DeviceChooser, Draw, DrawTables
 from engine.scheduler import StepRow
 from engine.sequence import Sequence
+
+_WIDEST = Draw(SamplingParams(top_p=0.5), 0.5)
+"""The draw that takes the most memory."""
 
 
 class ModelRunner:
     """Runs steps on a model, its adapters and an attention backend. One thread.
 
     vocab_size: of the tokenizer. A model may have more rows, by which its vocabulary was padded: they have no text.
-    link: to the model's device. graphs: captured steps over the same model and attention.
+    link: to the model's device. graphs: captured steps over the same model and attention. chooser: for the model's
+    device; None: all logits come to the host.
     """
 
     def __init__(
@@ -32,6 +40,7 @@ class ModelRunner:
         vocab_size: int,
         link: Link | None = None,
         graphs: DecodeGraphs | None = None,
+        chooser: DeviceChooser | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -39,22 +48,28 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._link = link or HostLink()
         self._graphs = graphs
+        self._chooser = chooser
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens can be drawn where the logits are."""
+        return self._chooser is not None
 
     @torch.inference_mode()
-    def run(self, rows: list[StepRow]) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of the last `sampled` tokens of each row, in order, in host memory that the
-        next step writes over."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        logit_rows: list[int] = []
+    def launch(self, rows: Rows[StepRow], draws: Rows[Draw | None], before: Launched | None = None) -> Launched:
+        """Begins a step, behind all that were launched; where the model runs in host memory it is computed at once.
+
+        draws: for each place (see launched.py), the last `sampled` tokens of each row, in order. before: the last
+        launched step, if a row goes on from a token that it chooses.
+        """
+        step = StepTokens()
         for row in rows:
-            tokens += row.sequence.tokens[row.start : row.start + row.known].tolist()
-            tokens += row.drafts
-            positions += range(row.start, row.start + row.count)
-            logit_rows += range(len(tokens) - row.sampled, len(tokens))
+            step.add(row, before)
         self._adapters.plan((row.sequence.request.adapter, row.count) for row in rows)
-        logits = self._step([_attention_row(row) for row in rows], tokens, positions, logit_rows)
-        return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
+        places = Places.of(draws)
+        owners = [row.sequence.number for row in rows for _ in range(row.sampled)]
+        indices = {owners[place]: index for index, place in enumerate(places.drawn)}
+        return self._launch([_attention_row(row) for row in rows], step, places, indices, before)
 
     @torch.inference_mode()
     def try_out(self, lengths: Rows[int], page_size: int) -> None:
@@ -66,14 +81,13 @@ class ModelRunner:
         self._adapters.plan(())
         ends = np.cumsum([pages_for(length + 1, page_size) for length in lengths])
         tables = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+        draws = [_WIDEST if self.chooses else None] * len(lengths)
         for starts, counts in (([0] * len(lengths), lengths), (lengths, [1] * len(lengths))):
-            rows = [
-                AttentionRow(number, pages, start, count, start + count)
-                for number, (pages, start, count) in enumerate(zip(tables, starts, counts, strict=True))
-            ]
-            positions = [position for row in rows for position in range(row.start, row.start + row.count)]
-            last = (np.cumsum(counts) - 1).tolist()
-            self._step(rows, [0] * len(positions), positions, last)
+            rows, step = [], StepTokens()
+            for number, (pages, start, count) in enumerate(zip(tables, starts, counts, strict=True)):
+                rows.append(AttentionRow(number, pages, start, count, start + count))
+                step.extend([0] * count, start, sampled=1)
+            self._launch(rows, step, Places.of(draws), {}, None).wait()
         for number in range(len(lengths)):
             self._attention.drop(number)
 
@@ -86,18 +100,71 @@ class ModelRunner:
     def drop(self, sequence: int) -> None:
         self._attention.drop(sequence)
 
-    def _step(
-        self, rows: list[AttentionRow], tokens: list[int], positions: list[int], logit_rows: list[int]
-    ) -> torch.Tensor:
+    def _launch(
+        self,
+        rows: list[AttentionRow],
+        step: StepTokens,
+        places: Places,
+        indices: dict[int, int],
+        before: Launched | None,
+    ) -> Launched:
+        """One copy to the device, one pass, one copy back."""
         graphs = self._graphs if not self._adapters.groups else None  # what adapters add is in none
-        if graphs is not None and graphs.plan(rows):
-            inputs = self._link.send(tokens, positions, logit_rows)
-            return self._link.fetch(graphs.replay(inputs.tokens, inputs.positions)[inputs.logit_rows])
+        replays = graphs is not None and graphs.plan(rows)
         if graphs is None:
             self._attention.plan(rows)
-        inputs = self._link.send(tokens, positions, logit_rows)
-        logits = self._model.forward(inputs.tokens, inputs.positions, inputs.logit_rows, self._attention)
-        return self._link.fetch(logits)
+        tables = DrawTables.build(places.draws)
+        sent = self._link.send([*step.arrays, _ints(places.drawn), _ints(places.rest), *tables.arrays])
+        tokens, positions, logit_rows, gaps, sources, drawn, rest = (array.long() for array in sent[:7])
+        if before is not None and before.chosen is not None and len(gaps):
+            tokens.index_copy_(0, gaps, before.chosen.tokens[sources])
+        if graphs is not None and replays:
+            logits = graphs.replay(tokens, positions)
+            logits = logits[: len(tokens)] if len(logit_rows) == len(tokens) else logits[logit_rows]
+        else:
+            logits = self._model.forward(tokens, positions, logit_rows, self._attention)
+        logits = logits[:, : self._vocab_size]
+        if self._chooser is None or not places.drawn:
+            return Launched(places, self._link.fetch([logits]), None, indices)
+        chosen = self._chooser.choose(logits[drawn] if places.rest else logits, tables, sent[7:])
+        arrival = self._link.fetch([chosen.tokens.int(), chosen.verdicts, logits[rest]])
+        return Launched(places, arrival, chosen, indices)
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The flat tokens of a step and their positions; which of them have logits, its places; and which of them come from
+    where in the tokens that the step before chooses."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+
+    @property
+    def arrays(self) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+        return [_ints(numbers) for numbers in (self.tokens, self.positions, self.logit_rows, self.gaps, self.sources)]
+
+    def add(self, row: StepRow, before: Launched | None) -> None:
+        sequence = row.sequence
+        tokens = sequence.tokens[row.start : min(row.start + row.known, sequence.num_tokens)].tolist()
+        if len(tokens) < row.known:  # the last one, which is expected
+            if before is None or sequence.number not in before.indices:
+                raise RuntimeError("a row goes on from a token that no launched step chooses")
+            self.gaps.append(len(self.tokens) + len(tokens))
+            self.sources.append(before.indices[sequence.number])
+            tokens.append(0)
+        self.extend([*tokens, *row.drafts], row.start, row.sampled)
+
+    def extend(self, tokens: list[int], start: int, sampled: int) -> None:
+        self.tokens += tokens
+        self.positions += range(start, start + len(tokens))
+        self.logit_rows += range(len(self.tokens) - sampled, len(self.tokens))
+
+
+def _ints(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(numbers, dtype=np.int32)
 
 
 def _attention_row(row: StepRow) -> AttentionRow:

@@ -81,14 +81,18 @@ class Scheduler:
         self._enqueue(sequence)
 
     def schedule(self) -> StepPlan:
-        """Plans the next step and reserves its pages. Call `computed` for the rows once they have run."""
+        """Plans the next step and reserves its pages. Call `computed` for the rows once they are launched.
+
+        Steps run in the order in which they are launched: so pages may be given to others, or joined to the tree, as
+        soon as the last step that works on them is.
+        """
         self._step += 1
         self._shares.step()
         plan = StepPlan()
         self._grow(plan)
         budget = Budget(self._max_batched_tokens)
         for sequence in self._running:
-            if sequence.pending == 1:
+            if sequence.pending == 1 and not sequence.expects_last:
                 budget.give(sequence, 1)
         if len(self._waiting) or len(budget.counts) < len(self._running):  # else everybody decodes
             for background in (False, True):
@@ -114,7 +118,8 @@ class Scheduler:
         return room
 
     def computed(self, row: StepRow) -> None:
-        """The row's tokens have K and V now: full pages join the tree at once, for anybody's next prompt.
+        """The row's tokens have K and V by the time of the next step: full pages of known ones join the tree at once,
+        for anybody's next prompt.
 
         Its drafts do not count, until they are `accepted`.
         """
@@ -127,8 +132,16 @@ class Scheduler:
     def _computed(self, sequence: Sequence, tokens: int, sampled: int) -> None:
         sequence.computed += tokens
         self._shares.charge(sequence.request.tenant, sequence.request.owner, sampled)
+        self._commit(sequence)
+
+    def void(self, sequence: Sequence) -> None:
+        """The last token of a launched step was a wrong one: it is to be computed once more."""
+        if sequence.lease is not None:
+            sequence.computed -= 1
+
+    def _commit(self, sequence: Sequence) -> None:
         if sequence.lease is not None and self._pages.shares(sequence):
-            sequence.lease.commit(sequence.tokens[: sequence.computed])
+            sequence.lease.commit(sequence.tokens[: min(sequence.computed, sequence.num_tokens)])
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Lets `child`, which has the same tokens, run from what `parent` has computed, on the same pages.
@@ -145,7 +158,8 @@ class Scheduler:
         return True
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes an ended sequence out and gives back its pages; what it committed stays cached."""
+        """Takes an ended sequence out and gives back its pages; what it has computed stays cached."""
+        self._commit(sequence)
         self._waiting.remove(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
@@ -156,7 +170,7 @@ class Scheduler:
         """Every sequence that decodes gets room for its next token, the first by rank first."""
         for sequence in list(self._running):
             while sequence.lease is not None:
-                if self._pages.reserve(sequence.lease, sequence, sequence.num_tokens) is None:
+                if self._pages.reserve(sequence.lease, sequence, sequence.length) is None:
                     break
                 if len(self._running) > 1:
                     self._preempt(plan, self._running[-1])

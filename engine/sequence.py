@@ -16,13 +16,14 @@ from engine.sampling import SamplingState
 class Sequence:
     """The state of one choice of a request, from submit or fork to its end. Owned by the engine's thread.
 
-        tokens  |<---- prompt ---->|<---- output ---->|        |
-                |<------- computed ------>|<-pending->|        |
-                0                                 num_tokens  capacity
+        tokens  |<---- prompt ---->|<---- output ---->|<-expected->|        |
+                |<------- computed ------>|<-------pending-------->|        |
+                0                                 num_tokens     length    capacity
 
-    Computed tokens have K and V. Pending ones go through the model next: one in decode, more in prefill or after a
-    preemption. When nothing is pending the last row's logits give the next token. `arrived` is the scheduler's step at
-    which it was added.
+    Computed tokens have K and V, or get them in a step that was launched. Pending ones go through the model next: one
+    in decode, more in prefill or after a preemption. When nothing is pending the last row's logits give the next token.
+    Expected ones are chosen by launched steps and not known here yet. `arrived` is the scheduler's step at which it was
+    added.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Sequence:
     received: float
     tokens: TokenIds = field(init=False)
     num_tokens: int = field(init=False)
+    expected: int = 0
     computed: int = 0
     lease: Lease | None = None
     cached_tokens: int = 0
@@ -69,7 +71,11 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        return self.num_tokens - self.computed
+        return self.length - self.computed
+
+    @property
+    def length(self) -> int:
+        return self.num_tokens + self.expected
 
     @property
     def background(self) -> bool:
@@ -78,6 +84,11 @@ class Sequence:
     @property
     def full(self) -> bool:
         return self.num_tokens >= self.capacity
+
+    @property
+    def expects_last(self) -> bool:
+        """Whatever launched steps give, nothing more is to be computed."""
+        return self.expected > 0 and self.length >= self.capacity
 
     def append(self, token: int, now: float) -> None:
         self.tokens[self.num_tokens] = token

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
 
 from engine.api import Admitted, Event, Failed, Finished, FinishReason, Progress
 from engine.choices import Choices
 from engine.intake import Intake
+from engine.launched import Launched, Outcome
 from engine.runner import ModelRunner
-from engine.sampling import NoCandidate, Sampled, Sampler
-from engine.scheduler import Scheduler, StepPlan, StepRow
+from engine.sampling import BAD_LOGITS, Draw, NoCandidate, Sampled, Sampler, Verdict
+from engine.scheduler import Scheduler, StepRow
 from engine.sequence import Sequence
 from engine.speculation import Speculator, verified
 
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """A sequence that samples in this step: its first place in the logits, and the drafts behind it."""
+    """A sequence that samples in a step: its first place, and the drafts behind it."""
 
     sequence: Sequence
     first: int
@@ -33,10 +32,30 @@ class _Sampling:
         return range(self.first, self.first + 1 + len(self.drafts))
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step until it has landed. leads: the next one may be launched before that, since all that it needs of
+    this one is on the device. wrong: numbers of sequences that it computes a wrong token of."""
+
+    rows: list[StepRow]
+    launched: Launched
+    leads: bool
+    wrong: set[int] = field(default_factory=set)
+
+
 class Stepper:
     """Takes requests, gives their events: every one ends with exactly one Finished or Failed. One thread.
 
-    steps: how many have been computed. bytes_of: see `Sampler`.
+    Where the device chooses tokens, a step is planned and launched while the one before it runs:
+
+        host      plan 1  launch 1  plan 2  launch 2  land 1  plan 3  launch 3  land 2 ...
+        device            |------- step 1 -------||------- step 2 -------||------- step 3 ...
+
+    What step 1 chooses is `expected` by its sequences until it lands. A sequence that has ended by then, or was
+    aborted, is still in step 2, of which it takes nothing; its pages may be given away at once, since whatever others
+    do with them comes behind step 2 on the device.
+
+    steps: how many were launched. overlapped: how many of them while another ran. bytes_of: see `Sampler`.
     """
 
     def __init__(
@@ -55,8 +74,11 @@ class Stepper:
         self._intake = intake
         self._clock = clock
         self._requests: dict[str, Choices] = {}
+        self._flight: _Flight | None = None
+        self._exhausted: list[Sequence] = []
         self._outbox: list[Event] = []
         self.steps = 0
+        self.overlapped = 0
 
     @property
     def busy(self) -> bool:
@@ -80,60 +102,136 @@ class Stepper:
         return events
 
     def step(self) -> None:
-        plan = self._scheduler.schedule()
-        try:
-            self._compute(plan)
-        except Exception:
-            # Whatever went wrong belongs to this step's requests; the engine goes on with the others.
-            log.exception("a step failed")
-            for request_id in dict.fromkeys(row.sequence.request.id for row in plan.rows):
-                if (choices := self._requests.get(request_id)) is not None:
-                    self._fail(choices, "engine_error", "the model failed on this request")
+        """Lands a step, which is launched first if none is under way; the next one is launched before, if it can be."""
+        flight, self._flight = self._flight or self._launch(None), None
+        if flight is not None:
+            if flight.leads and self.busy:
+                self._flight = self._launch(flight)
+            self._land(flight)
+        self._end_exhausted()
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _launch(self, before: _Flight | None) -> _Flight | None:
+        """The next step, if there is anything to compute. before: the one that has not landed yet."""
+        plan = self._scheduler.schedule()
         for sequence in plan.preempted:
             self._forget(sequence)
-        for sequence in plan.exhausted:
+        for sequence in plan.admitted:
+            if sequence.index == 0:
+                self._announce(sequence)
+        self._exhausted += plan.exhausted
+        if not plan.rows:
+            return None
+        try:
+            if before is None:
+                self._speculator.extend(plan, self._scheduler)
+            draws = [self._draw(row) for row in plan.rows for _ in range(row.sampled)]
+            launched = self._runner.launch(plan.rows, draws, None if before is None else before.launched)
+            for row in plan.rows:
+                self._scheduler.computed(row)
+                row.sequence.expected += row.sequence.number in launched.indices
+        except Exception:
+            self._failed(plan.rows)
+            return None
+        self.steps += 1
+        self.overlapped += before is not None
+        return _Flight(plan.rows, launched, leads=self._runner.chooses and not launched.places.rest)
+
+    def _draw(self, row: StepRow) -> Draw | None:
+        """How the device chooses the row's token; None: it cannot."""
+        sequence = row.sequence
+        if not self._runner.chooses or row.drafts or sequence.length >= sequence.capacity:
+            return None
+        if self._speculator.drafts or self._requests[sequence.request.id].missing:
+            return None
+        return sequence.sampling.draw(sequence.expected)
+
+    def _land(self, flight: _Flight) -> None:
+        """Takes what a step gives, once it is there."""
+        try:
+            self._take_outcome(flight, flight.launched.wait())
+        except Exception:
+            self._failed(flight.rows)
+
+    def _failed(self, rows: list[StepRow]) -> None:
+        """Whatever went wrong belongs to a step's requests; the engine goes on with the others."""
+        log.exception("a step failed")
+        for request_id in dict.fromkeys(row.sequence.request.id for row in rows):
+            if (choices := self._requests.get(request_id)) is not None:
+                self._fail(choices, "engine_error", "the model failed on this request")
+
+    def _take_outcome(self, flight: _Flight, outcome: Outcome) -> None:
+        sampling: list[_Sampling] = []
+        first = 0
+        for row in flight.rows:
+            sequence = row.sequence
+            if self._goes_on(sequence) and sequence.number not in flight.wrong:
+                if row.samples:
+                    sampling.append(_Sampling(sequence, first, row.drafts))
+                    sampling += [_Sampling(forked, first) for forked in self._fork(sequence)]
+                elif sequence.generated == 0 and sequence.index == 0:
+                    self._report_progress(row)
+            first += row.sampled
+        self._sample(sampling, flight, outcome)
+
+    def _sample(self, sampling: list[_Sampling], flight: _Flight, outcome: Outcome) -> None:
+        """The next tokens of each sequence, from its places."""
+        for entry in sampling:
+            if entry.sequence.full:  # max_tokens 0: the prompt was only to be prefilled
+                self._finish(entry.sequence, "length")
+        going_on = [entry for entry in sampling if self._goes_on(entry.sequence)]
+        row_of = {place: row for row, place in enumerate(outcome.rest)}
+        rows = [row_of[place] for entry in going_on for place in entry.places if place in row_of]
+        logits = outcome.logits
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        sampler, first = Sampler(logits, self._bytes_of), 0
+        for entry in going_on:
+            on_device = entry.first in outcome.chosen
+            if self._goes_on(entry.sequence):  # a choice that fails ends the others
+                if on_device:
+                    self._take_chosen(entry, flight, *outcome.chosen[entry.first])
+                else:
+                    self._verify(entry, sampler, first)
+            first += 0 if on_device else len(entry.places)
+
+    def _take_chosen(self, entry: _Sampling, flight: _Flight, token: int, verdict: Verdict) -> None:
+        """Takes the token that the device has chosen, unless the host has to choose another."""
+        sequence, outcome = entry.sequence, Sampled(token)
+        sequence.expected -= 1
+        if verdict is Verdict.SURE:
+            sequence.sampling.advance(token)
+            self._take(sequence, outcome)
+        elif verdict is Verdict.NOT_FINITE:
+            self._take(sequence, BAD_LOGITS)
+        else:
+            logits = flight.launched.look(entry.first)[None]
+            looked = Sampler(logits, self._bytes_of).choose(0, sequence.sampling)
+            if looked != outcome:
+                self._void(sequence)
+            self._take(sequence, looked)
+
+    def _void(self, sequence: Sequence) -> None:
+        """What the step behind computes of the sequence goes on from a wrong token."""
+        following = self._flight
+        if following is not None and sequence.number in following.launched.indices:
+            following.wrong.add(sequence.number)
+            sequence.expected -= 1
+            self._scheduler.void(sequence)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        return sequence.request.id in self._requests and sequence.output.reason is None
+
+    def _end_exhausted(self) -> None:
+        exhausted, self._exhausted = self._exhausted, []
+        for sequence in exhausted:
+            if not self._goes_on(sequence):
+                continue
             if sequence.admitted is None:
                 self._fail(self._requests[sequence.request.id], "no_room", "the cache has no room for background work")
             elif sequence.generated:
                 self._finish(sequence, "length")
             else:
                 self._finish_all(self._requests[sequence.request.id], "length")
-        for sequence in plan.admitted:
-            if sequence.index == 0:
-                self._announce(sequence)
-        if not plan.rows:
-            return
-        self._speculator.extend(plan, self._scheduler)
-        logits = self._runner.run(plan.rows)
-        self.steps += 1
-        sampling: list[_Sampling] = []
-        first = 0
-        for row in plan.rows:
-            self._scheduler.computed(row)
-            if row.samples:
-                sampling.append(_Sampling(row.sequence, first, row.drafts))
-                sampling += [_Sampling(sequence, first) for sequence in self._fork(row.sequence)]
-            elif row.sequence.generated == 0 and row.sequence.index == 0:
-                self._report_progress(row)
-            first += row.sampled
-        self._sample(sampling, logits)
-
-    def _sample(self, sampling: list[_Sampling], logits: torch.Tensor) -> None:
-        """The next tokens of each sequence, from its places in logits [S, vocab]."""
-        for entry in sampling:
-            if entry.sequence.full:  # max_tokens 0: the prompt was only to be prefilled
-                self._finish(entry.sequence, "length")
-        going_on = [entry for entry in sampling if not entry.sequence.full]
-        places = [place for entry in going_on for place in entry.places]
-        if len(places) != logits.shape[0] or places != list(range(len(places))):
-            logits = logits[places]
-        sampler, first = Sampler(logits, self._bytes_of), 0
-        for entry in going_on:
-            if entry.sequence.request.id in self._requests:  # a choice that fails ends the others
-                self._verify(entry, sampler, first)
-            first += len(entry.places)
 
     def _verify(self, entry: _Sampling, sampler: Sampler, first: int) -> None:
         """Takes a token, and more where drafts are kept, from the rows of `sampler` that begin at `first`."""
@@ -158,7 +256,8 @@ class Stepper:
 
     def _report_progress(self, row: StepRow) -> None:
         sequence = row.sequence
-        event = Progress(sequence.request.id, sequence.computed, sequence.prompt_tokens, sequence.cached_tokens)
+        computed = row.start + row.count
+        event = Progress(sequence.request.id, computed, sequence.prompt_tokens, sequence.cached_tokens)
         self._outbox.append(event)
 
     def _fork(self, first: Sequence) -> list[Sequence]:

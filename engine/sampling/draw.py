@@ -9,6 +9,8 @@ whatever else is in the batch. That also is the quickest on a CPU, where a row o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -17,6 +19,14 @@ from engine.sampling.arrays import Indices, Logits, Weights, largest
 
 SHORTLIST = 1024
 """Sorting a whole vocabulary costs milliseconds; the nucleus is nearly always among this many most likely tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token follows from a row of logits alone. uniform: in [0, 1); None: it is the most likely one."""
+
+    params: SamplingParams
+    uniform: float | None
 
 
 def draw(row: Logits, best: int, params: SamplingParams, uniform: float) -> int:
@@ -76,5 +86,5 @@ def _reaching(weights: Weights, wanted: float) -> int:
 def invert(weights: Weights, uniform: float) -> int:
     """The index at which the cumulative sum of `weights` passes uniform * total; never one of weight 0."""
     cumulative = torch.from_numpy(weights).cumsum(0).numpy()  # four times as fast as numpy's, and serial as well
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])
+    total = cumulative[-1]
+    return int(np.searchsorted(cumulative, min(uniform * total, np.nextafter(total, 0.0)), side="right"))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.api import Grammar
 from engine.errors import InvalidRequest
-from engine.text.lru import LruCache
+from engine.lru import LruCache
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -34,6 +34,9 @@ class NoCandidate:
     code: Literal["no_candidate", "bad_logits"] = "no_candidate"
 
 
+BAD_LOGITS = NoCandidate("the logits hold no finite maximum", "bad_logits")
+
+
 class Sampler:
     """Samples from the logits of one step. One argmax serves all rows; one that stays as it is and is greedy costs
     nothing more. Keeps nothing: all that lasts is in the states."""
@@ -49,7 +52,7 @@ class Sampler:
         """The next token by row `place`, which is used up, and by `state`, which goes on."""
         row, best = self._rows[place], self._best[place]
         if not isfinite(row[best]):
-            return NoCandidate("the logits hold no finite maximum", "bad_logits")
+            return BAD_LOGITS
         asked = state.params.logprobs
         raw = row
         if state.edits:

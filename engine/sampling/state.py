@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from engine.api import SamplingParams, TokenIds
 from engine.sampling.arrays import Logits
+from engine.sampling.draw import SHORTLIST, Draw
 from engine.sampling.grammar import TokenMatcher
 from engine.sampling.penalties import Bias, Penalties
 
@@ -26,6 +29,7 @@ class SamplingState:
         self._eos_ids = eos_ids
         self._held_back = np.array(sorted(eos_ids | set(params.stop_token_ids)), dtype=np.int64)
         self._generator = None if params.greedy else np.random.Generator(np.random.Philox(params.seed))
+        self._drawn: deque[float] = deque()
         self._penalties = Penalties.of(params, prompt)
         self._bias = Bias(params.logit_bias) if params.logit_bias else None
         self._matcher = matcher
@@ -64,13 +68,28 @@ class SamplingState:
         if self._bias is not None:
             self._bias.apply(row)
 
-    def uniform(self) -> float | None:
-        """The number for the next token, in [0, 1); None where the request is greedy."""
-        return None if self._generator is None else self._generator.random()
+    def uniform(self, ahead: int = 0) -> float | None:
+        """The number for the token that comes `ahead` tokens behind the next one, in [0, 1); None where the request is
+        greedy. The same however often it is asked for."""
+        if self._generator is None:
+            return None
+        while len(self._drawn) <= ahead:
+            self._drawn.append(self._generator.random())
+        return self._drawn[ahead]
+
+    def draw(self, ahead: int) -> Draw | None:
+        """How the token `ahead` behind the next one is drawn from its logits alone; None: they have to be edited, or
+        looked at, first."""
+        params = self.params
+        if self.edits or params.logprobs is not None or params.top_k > SHORTLIST:
+            return None
+        return Draw(params, self.uniform(ahead))
 
     def advance(self, token: int) -> None:
         """Takes note of the chosen token."""
         self._generated += 1
+        if self._drawn:
+            self._drawn.popleft()
         if self._penalties is not None:
             self._penalties.add(token)
         if self._matcher is not None:

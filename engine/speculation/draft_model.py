@@ -23,7 +23,7 @@ from engine.attention import AttentionRow, build_attention
 from engine.attention.base import pages_for
 from engine.attention.kv_scales import Fp8
 from engine.devices import Device
-from engine.link import link_to
+from engine.link import link_to, send_inputs
 from engine.models.base import Model
 from engine.speculation.drafter import CHECKING, Ask
 
@@ -163,7 +163,8 @@ class ModelDrafter:
                 for row in rows
             ]
         )
-        inputs = self._link.send(
+        inputs = send_inputs(
+            self._link,
             np.concatenate([row.tokens for row in rows]).tolist(),
             [position for row in rows for position in range(row.start, row.end)],
             (np.cumsum([len(row.tokens) for row in rows]) - 1).tolist(),

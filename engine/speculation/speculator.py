@@ -27,6 +27,11 @@ class Speculator:
         self._most = most
         self._paces: dict[int, Pace] = {}
 
+    @property
+    def drafts(self) -> bool:
+        """Whether any step may have drafts."""
+        return self._drafter is not None
+
     def extend(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Puts rows with drafts in the place of rows without. A drafter that fails is given up: texts go on without."""
         room = min(plan.spare, self._most + 1 - len(plan.rows))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import InvalidRequest, ModelError
+from engine.lru import LruCache
 from engine.text.api import ChatMessage, Encoded, Prompt
 from engine.text.assets import ChatAssets
 from engine.text.detokenizer import Detokenizer
@@ -20,7 +21,6 @@ from engine.text.encoder import Control, Encoder, Part, Start, end_of
 from engine.text.errors import TemplateError
 from engine.text.fingerprint import context_of, fingerprint_of
 from engine.text.layout import Fragment, LayoutFinder, Piece
-from engine.text.lru import LruCache
 from engine.text.replies import ReplyMemory, Trail
 from engine.text.template import ChatTemplate, default_template
 from engine.text.vocabulary import Vocabulary

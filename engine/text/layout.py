@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from engine.lru import LruCache
 from engine.text.api import ChatMessage
 from engine.text.errors import TemplateError
-from engine.text.lru import LruCache
 from engine.text.template import ChatTemplate
 
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"

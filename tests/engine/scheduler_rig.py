@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from cache import PagePool, PrefixCache
+from cache.tokens import PageIds
 from engine.api import GenerateRequest, SamplingParams, TokenIds
 from engine.scheduler import Scheduler, StepPlan, StepRow
 from engine.sequence import Sequence
@@ -24,21 +25,34 @@ class RecordingModel:
         self._weights = np.random.default_rng(0).integers(1, 2**63, context, dtype=np.uint64) * np.uint64(2)
         self.tokens = 0
 
-    def run(self, row: StepRow) -> None:
+    def run(self, row: StepRow, pages: PageIds) -> None:
+        """pages: those that the sequence had when the row was launched."""
         sequence, end = row.sequence, row.start + row.count
-        assert sequence.lease is not None
-        assert len(sequence.lease.pages) * self._page_size >= end
+        assert len(pages) * self._page_size >= end
         prints = np.cumsum((sequence.tokens[:end].astype(np.uint64) + np.uint64(1)) * self._weights[:end])
         positions = np.arange(end)
-        slots = sequence.lease.pages[positions // self._page_size] * self._page_size + positions % self._page_size
+        slots = pages[positions // self._page_size] * self._page_size + positions % self._page_size
         assert (self._kv[slots[: row.start]] == prints[: row.start]).all(), "a sequence lost its past"
         self._kv[slots[row.start :]] = prints[row.start :]
         self.tokens += row.count
 
 
 @dataclass
+class Flight:
+    """A launched step, with the page tables of its rows. leads: another may be launched before it lands."""
+
+    rows: list[tuple[StepRow, PageIds]]
+    leads: bool
+    wrong: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Rig:
-    """Adds requests and runs steps; every step is checked against the rules that always hold."""
+    """Adds requests and runs steps; every step is checked against the rules that always hold.
+
+    ahead: steps are planned and launched while the one before runs, as on a device of its own; then, now and then, a
+    token is not the one that the step behind has gone on from.
+    """
 
     pages: int = 64
     page_size: int = 4
@@ -47,6 +61,7 @@ class Rig:
     max_long_prefills: int = 1
     context: int = 4096
     prefix_cache: bool = True
+    ahead: bool = False
     steps: int = 0
     ended: dict[int, str] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
@@ -65,6 +80,8 @@ class Rig:
             clock=lambda: float(self.steps),
         )
         self._numbers = 0
+        self._flight: Flight | None = None
+        self._exhausted: list[Sequence] = []
 
     def add(self, prompt: int | TokenIds, max_tokens: int | None = 1, **request: Any) -> Sequence:
         """A prompt, or the length of one that shares nothing with any other."""
@@ -87,21 +104,55 @@ class Rig:
         return sequence
 
     def step(self) -> StepPlan:
+        """Gives the plan of the step that was launched last."""
+        plan = StepPlan()
+        flight, self._flight = self._flight, None
+        if flight is None:
+            flight, plan = self._launch()
+        if self.ahead and flight is not None and flight.leads and self.live:
+            self._flight, plan = self._launch()
+        if flight is not None:
+            self._land(flight)
+        exhausted, self._exhausted = self._exhausted, []
+        for sequence in exhausted:
+            if sequence.number in self.live:
+                self._end(sequence, "length" if sequence.admitted is not None else "no_room")
+        return plan
+
+    def _launch(self) -> tuple[Flight | None, StepPlan]:
         scheduler = self.scheduler
-        decoding = [s for s in scheduler._running if s.pending == 1]
+        decoding = [s for s in scheduler._running if s.pending == 1 and not s.expects_last]
         plan = scheduler.schedule()
         self.steps += 1
         self._check(plan, decoding)
         self.order += [s.number for s in plan.admitted]
-        for sequence in plan.exhausted:
-            self._end(sequence, "length" if sequence.admitted is not None else "no_room")
-        for row in plan.rows:
-            self.model.run(row)
+        self._exhausted += plan.exhausted
+        if not plan.rows:
+            return None, plan
+        rows = [(row, row.sequence.lease.pages.copy()) for row in plan.rows if row.sequence.lease is not None]
+        assert len(rows) == len(plan.rows)
+        goes_on = [row.sequence for row in plan.rows if row.samples and row.sequence.length < row.sequence.capacity]
         for row in plan.rows:
             scheduler.computed(row)
-            if row.samples:
-                self._sample(row.sequence)
-        return plan
+        for sequence in goes_on:
+            sequence.expected += 1
+        return Flight(rows, len(goes_on) == sum(row.samples for row in plan.rows)), plan
+
+    def _land(self, flight: Flight) -> None:
+        """Steps are computed in the order in which they were launched, whatever was planned since."""
+        for row, pages in flight.rows:
+            self.model.run(row, pages)
+        for row, _ in flight.rows:
+            sequence = row.sequence
+            if not row.samples or sequence.number not in self.live or sequence.number in flight.wrong:
+                continue
+            following = self._flight
+            if following is not None and self.steps % 7 == 0 and any(r.sequence is sequence for r, _ in following.rows):
+                following.wrong.add(sequence.number)
+                sequence.expected -= 1
+                self.scheduler.void(sequence)
+            sequence.expected -= not sequence.full
+            self._sample(sequence)
 
     def run(self, max_steps: int = MAX_STEPS) -> None:
         """Until nothing is left to do; then every page must be back."""
@@ -109,6 +160,8 @@ class Rig:
             if not self.live:
                 break
             self.step()
+        if self._flight is not None:
+            self._land(self._flight)
         assert not self.live
         assert scheduler_is_idle(self.scheduler)
         self.cache.check()
@@ -139,9 +192,10 @@ class Rig:
         assert all(row.start == row.sequence.computed and row.count > 0 for row in plan.rows)
         for sequence in decoding:
             assert sequence.number in rows or sequence in plan.preempted or sequence in plan.exhausted
-        if running:
+        if running and not running[0].expects_last:
             assert running[0].number in rows, "the first by rank did not advance"
-        assert plan.rows or plan.exhausted or plan.preempted or not self.live, "nothing moved"
+        moving = plan.rows or plan.exhausted or plan.preempted or any(s.expected for s in self.live.values())
+        assert moving or not self.live, "nothing moved"
         if any(not s.background for s in plan.preempted) or any(s.admitted is not None for s in plan.exhausted):
             assert not plan.admitted, "somebody entered while room was short"
         for sequence in self.live.values():

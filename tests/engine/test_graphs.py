@@ -15,10 +15,11 @@ from engine.attention import AttentionRow
 from engine.attention.flashinfer import FixedDecode, FlashInferAttention
 from engine.attention.paged_kv import PagedKV
 from engine.graphs import DecodeGraphs, batches_up_to
+from engine.launched import Places
 from engine.link import link_to
 from engine.models.decoder import Decoder
 from engine.models.fused import FlashInferElementwise
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, StepTokens
 from engine.weights import open_model
 from tests.engine.conftest import StartEngine
 from tests.support import flashinfer_standin
@@ -71,17 +72,17 @@ class Rig:
     def step(self, counts: dict[int, int], seed: int) -> list[torch.Tensor]:
         """Logits of the last token of each row, [R, vocab], of both."""
         random = np.random.default_rng(seed)
-        rows, tokens, positions = [], [], []
+        rows, step = [], StepTokens()
         for number, count in counts.items():
             start = self.lengths.get(number, 0)
             pages = np.arange(number * 8, number * 8 + 8, dtype=np.int32)
             rows.append(AttentionRow(number, pages, start, count, 32))
-            tokens += random.integers(3, 250, count).tolist()
-            positions += range(start, start + count)
+            step.extend(random.integers(3, 250, count).tolist(), start, sampled=1)
             self.lengths[number] = start + count
-        last = (np.cumsum(list(counts.values())) - 1).tolist()
+        places = Places.of([None] * len(rows))
         with torch.inference_mode():
-            return [runner._step(rows, tokens, positions, last).clone() for runner in self.runners]
+            launched = [runner._launch(rows, step, places, {}, None) for runner in self.runners]
+        return [each.wait().logits.clone() for each in launched]
 
 
 @pytest.fixture

@@ -297,13 +297,13 @@ async def test_a_failing_step_fails_its_requests_only(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine()
-    original = engine._stepper._runner.run
+    original = engine._stepper._runner.launch
 
-    def broken(rows: object) -> object:
-        monkeypatch.setattr(engine._stepper._runner, "run", original)
+    def broken(*step: object) -> object:
+        monkeypatch.setattr(engine._stepper._runner, "launch", original)
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(engine._stepper._runner, "run", broken)
+    monkeypatch.setattr(engine._stepper._runner, "launch", broken)
     output = await generate(engine, prompt(20), max_tokens=2)
     assert isinstance(output.end, Failed)
     assert output.end.code == "engine_error"

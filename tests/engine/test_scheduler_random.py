@@ -23,9 +23,10 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 @pytest.mark.parametrize("seed", range(3))
-def test_random_traffic(shape: tuple[int, ...], seed: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_traffic(shape: tuple[int, ...], seed: int, ahead: bool) -> None:
     pages, page_size, budget, max_running, max_long = shape
-    rig = Rig(pages, page_size, budget, max_running, max_long)
+    rig = Rig(pages, page_size, budget, max_running, max_long, ahead=ahead)
     random = Random(seed)
     capacity = pages * page_size
     stems = [np.arange(start, start + capacity, dtype=np.int32) for start in (0, 1000, 2000)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +31,13 @@ def all_pages_are_back(engine: LocalEngine) -> bool:
 def record_steps(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Tokens computed for each request id, step by step."""
     steps: list[dict[str, int]] = []
-    run = engine._stepper._runner.run
+    launch = engine._stepper._runner.launch
 
-    def recorded(rows: list[StepRow]) -> object:
+    def recorded(rows: list[StepRow], *rest: Any) -> object:
         steps.append({row.sequence.request.id: row.count for row in rows})
-        return run(rows)
+        return launch(rows, *rest)
 
-    monkeypatch.setattr(engine._stepper._runner, "run", recorded)
+    monkeypatch.setattr(engine._stepper._runner, "launch", recorded)
     return steps
 
 

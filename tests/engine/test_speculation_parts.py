@@ -198,7 +198,8 @@ def speculated(rig: Rig, speculator: Speculator, knowing: Knowing) -> tuple[Step
     assert [(row.sequence.number, row.start, row.known) for row in plan.rows] == before
     assert sum(row.count for row in plan.rows) <= rig.budget
     for row in plan.rows:
-        rig.model.run(replace(row, count=row.known))
+        assert row.sequence.lease is not None
+        rig.model.run(replace(row, count=row.known), row.sequence.lease.pages)
         rig.scheduler.computed(row)
         if row.samples:
             rig._sample(row.sequence)

@@ -14,6 +14,8 @@ from engine.devices import dtype_named
 from engine.graphs import GraphMaker
 from engine.models.elementwise import Elementwise
 from engine.models.fused import FlashInferElementwise
+from engine.sampling.most_likely import most_likely_by_flashinfer
+from engine.sampling.on_device import DeviceChooser
 from engine.sizing import Room, device_room
 from tests.support import flashinfer_standin
 from tests.support.flashinfer_standin import Standin
@@ -58,6 +60,9 @@ class StandinDevice:
 
     def graphs(self) -> GraphMaker | None:
         return self.maker
+
+    def chooser(self) -> DeviceChooser | None:
+        return DeviceChooser(most_likely_by_flashinfer())
 
 
 def use_standin(monkeypatch: pytest.MonkeyPatch) -> StandinDevice:

@@ -58,6 +58,33 @@ class Standin(ModuleType):
         tables = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
         self.stream.launch(lambda: _append(self.stream, append_key, append_value, paged_kv_cache, *tables))
 
+    def can_implement_filtered_topk(self) -> bool:
+        return True
+
+    def top_k(
+        self,
+        input: torch.Tensor,
+        k: int,
+        sorted: bool = False,
+        deterministic: bool = False,
+        tie_break: int = 0,
+        dsa_graph_safe: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In an order that nobody should count on."""
+        self.calls["top_k"] += 1
+        checks.defaults(sorted=(sorted, False), dsa_graph_safe=(dsa_graph_safe, False))
+        checks.floats("input", input, tuple(input.shape), torch.float32, self.stream)
+        assert input.dim() == 2
+        assert input.is_contiguous()
+        assert len(input) > 0, "a launch of no rows"
+        assert 0 < k < input.shape[1]
+        assert k <= 2048, "the selection that tells equal values apart has at most 2,048"
+        assert deterministic
+        assert tie_break == 1, "among equal values, any would be taken"
+        values, ids = input.sort(dim=-1, descending=True, stable=True)
+        shuffled = torch.arange(k).flip(0).roll(k // 3)
+        return values[:, shuffled], ids[:, shuffled]
+
     def rmsnorm(
         self,
         input: torch.Tensor,
@@ -182,7 +209,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, exact: bool = True) -> Standin:
     """From here on `import flashinfer` gives a stand-in. exact: it and our backend let float32 and small heads through,
     which no card has kernels for, so that numbers can be compared one by one."""
     standin = Standin(EXACT_RULES if exact else RULES)
-    monkeypatch.setitem(sys.modules, "flashinfer", standin)
+    for name in ("flashinfer", "flashinfer.topk"):
+        monkeypatch.setitem(sys.modules, name, standin)
     for module in ("attention.flashinfer", "attention.flash_attn", "attention.torch_paged", "link"):
         monkeypatch.setattr(f"engine.{module}.transfers_for", lambda device: standin.transfers)
     monkeypatch.setattr("engine.attention.flashinfer._LEAST_WORKSPACE", 0)

@@ -1,4 +1,4 @@
-"""Copies from pinned host memory, which are in flight until somebody has waited for them."""
+"""Copies from and to pinned host memory, which are in flight until somebody has waited for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+
+_NAN = 0x7FC0_DEAD
+"""As float32; as a token, none of any vocabulary."""
 
 
 class Recorder(Protocol):
@@ -25,13 +28,21 @@ class _Copy:
 
 
 @dataclass
+class _Receipt:
+    number: int
+    target: torch.Tensor
+    content: torch.Tensor
+
+
+@dataclass
 class Stream:
-    """The device's only one. `arrived`: the number of the last copy that somebody waited for. recorder: who captures
-    what is launched."""
+    """The device's only one. `arrived`: the number of the last copy that somebody waited for. receipts: what is on its
+    way to host memory, which holds NaN until then. recorder: who captures what is launched."""
 
     issued: int = 0
     arrived: int = 0
     in_flight: list[_Copy] = field(default_factory=list)
+    receipts: list[_Receipt] = field(default_factory=list)
     pinned: list[torch.Tensor] = field(default_factory=list)
     recorder: Recorder | None = None
 
@@ -52,6 +63,14 @@ class Stream:
             self.in_flight.append(_Copy(self.issued, source, source.clone()))
         return self.issued
 
+    def copy_to(self, content: torch.Tensor, target: torch.Tensor) -> None:
+        """A copy to host memory begins."""
+        assert self.recorder is None, "a copy to host memory would be captured with what is there now"
+        self.check()
+        self.issued += 1
+        self.receipts.append(_Receipt(self.issued, target, content.clone()))
+        target.view(torch.int32).fill_(_NAN)
+
     def check(self) -> None:
         for copy in self.in_flight:
             assert torch.equal(copy.source, copy.content), "host memory was written while it was being copied from"
@@ -60,6 +79,11 @@ class Stream:
         self.check()
         self.arrived = max(self.arrived, number)
         self.in_flight = [copy for copy in self.in_flight if copy.number > number]
+        for receipt in self.receipts:
+            if receipt.number <= number:
+                with torch.inference_mode():
+                    receipt.target.copy_(receipt.content)
+        self.receipts = [receipt for receipt in self.receipts if receipt.number > number]
 
 
 @dataclass
@@ -91,8 +115,8 @@ class StandinTransfers:
     def receive(self, source: torch.Tensor, target: torch.Tensor) -> None:
         assert not self.stream.is_pinned(source)
         assert self.stream.is_pinned(target), "a copy to pageable memory waits for the device"
-        self.stream.check()
-        target.copy_(source)
+        assert source.dtype == target.dtype, "a copy that converts goes by way of another one"
+        self.stream.copy_to(source, target)
 
     def fence(self) -> StandinFence:
         return StandinFence(self.stream, self.stream.issued)
