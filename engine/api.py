@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.text.api import ChatCodec
+if TYPE_CHECKING:
+    from engine.text.api import ChatCodec
 
 TokenIds = npt.NDArray[np.int32]
 """A one-dimensional, contiguous int32 array of token ids."""

@@ -19,7 +19,7 @@ import torch
 
 from engine.attention.compiling import compile_settings
 from tests.gpu.budget import Budget
-from tests.gpu.checks import VARIANTS, BackendName, CheckResult, all_checks, backends_there, run_checks
+from tests.gpu.checks import OPERATIONS, VARIANTS, BackendName, CheckResult, all_checks, backends_there, run_checks
 from tests.gpu.costs import Shape, own_layers
 from tests.gpu.decoder import RandomDecoder
 from tests.gpu.device import Cuda, Device, find_device
@@ -70,13 +70,13 @@ def usable_backends(
 def fused_operations(kernels: frozenset[Variant | str] | None, checks: Sequence[CheckResult]) -> list[str]:
     """FlashInfer's small operations that are compiled and right."""
     passed = {check.name for check in checks if check.outcome == "passed"}
-    there = [name for name in HELPERS[1:] if kernels is None or name in kernels]
+    there = [name for name in OPERATIONS if kernels is None or name in kernels]
     return [name for name in there if f"flashinfer: {name}" in passed]
 
 
 def operations_of(fused: Collection[str]) -> Operations:
     plain = Plain()
-    return Mixed(*(Fused() if name in fused else plain for name in HELPERS[1:]))
+    return Mixed(*(Fused() if name in fused else plain for name in OPERATIONS))
 
 
 def say(line: str) -> None:

@@ -18,10 +18,12 @@ from engine.attention.flashinfer import FixedDecode, FlashInferAttention
 from engine.attention.kv_scales import FP8, KVScales
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.sampling.most_likely import SortedMostLikely, most_likely_by_flashinfer
 from tests.gpu.budget import Budget
 from tests.gpu.device import Device, Work
 from tests.gpu.kernels import Variant, variants_of
 from tests.gpu.operations import Fused, Operations, Plain
+from tests.gpu.sampling import check_choices
 from tests.support.paged_rig import Inputs, PagedRig
 
 Outcome = Literal["passed", "failed", "left out"]
@@ -113,7 +115,16 @@ def backends_there() -> tuple[BackendName, ...]:
 
 def all_checks(device: Device, backends: Sequence[BackendName], kinds: Sequence[Kind] = KINDS) -> list[Check]:
     """Those of FlashInfer first: it is what the card is for."""
-    return [check for backend in backends for check in _checks_of(device, backend, kinds, "flashinfer" in backends)]
+    flashinfer = "flashinfer" in backends
+    of_attention = [check for backend in backends for check in _checks_of(device, backend, kinds, flashinfer)]
+    return [*of_attention, *_checks_of_sampling(device, flashinfer)]
+
+
+def _checks_of_sampling(device: Device, flashinfer: bool) -> Iterator[Check]:
+    yield Check("sampling: by sorting", frozenset(), lambda: check_choices(device, SortedMostLikely()))
+    if flashinfer:
+        needs = frozenset({"topk"})
+        yield Check("sampling: by selection", needs, lambda: check_choices(device, most_likely_by_flashinfer()))
 
 
 def _checks_of(device: Device, backend: BackendName, kinds: Sequence[Kind], flashinfer: bool) -> Iterator[Check]:

@@ -28,7 +28,7 @@ import torch
 from engine.attention.base import LayerAttention
 from engine.attention.compiling import compile_settings
 
-HELPERS = ("page", "norm", "rope", "silu_and_mul")
+HELPERS = ("page", "norm", "rope", "silu_and_mul", "topk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,15 @@ def specs(variants: Sequence[Variant]) -> dict[Variant | str, Any]:
     from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.page import gen_page_module
     from flashinfer.jit.rope import gen_rope_module
+    from flashinfer.jit.topk import gen_topk_module
 
-    helpers = (gen_page_module(), gen_norm_module(), gen_rope_module(), gen_act_and_mul_module("silu"))
+    helpers = (
+        gen_page_module(),
+        gen_norm_module(),
+        gen_rope_module(),
+        gen_act_and_mul_module("silu"),
+        gen_topk_module(),
+    )
     made: dict[Variant | str, Any] = dict(zip(HELPERS, helpers, strict=True))
     for one in dict.fromkeys(variants):
         sizes = (torch.int32, one.head_dim, one.head_dim, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from time import perf_counter
 import torch
 
 from engine.attention.kv_scales import FP8
+from engine.link import Arrival
 from tests.gpu.budget import Budget
 from tests.gpu.checks import BackendName
 from tests.gpu.decoder import RandomDecoder
@@ -110,12 +112,14 @@ def decode(
     context: int,
     kv: torch.dtype | None = None,
 ) -> Row:
-    """Steps planned one by one, as served, beside the kernels alone (a graph), and steps without a graph."""
+    """Steps as served, each planned and launched while the one before runs, beside the kernels alone (a graph), steps
+    one after the other, and steps without a graph."""
     stepper = Stepper(device, model, backend, batch, context + 3 * _STEPS, kv)
     replay = stepper.capture_decode(context) if backend == "flashinfer" else stepper.decode
     kernels = device.milliseconds(replay, _STEPS)
-    step = steps(stepper, replay, context)
-    without = steps(stepper, stepper.decode, context)
+    step = steps(stepper, replay, context, ahead=1)
+    waiting = steps(stepper, replay, context)
+    without = steps(stepper, stepper.decode, context, ahead=1)
     read = model.shape.decode_bytes(batch, context, kv.itemsize if kv is not None else model.dtype.itemsize)
     figures = {
         "ms": step,
@@ -123,6 +127,7 @@ def decode(
         "of copy": read / step / 1e6 / card.copy_gbs,
         "kernels, ms": kernels,
         "outside": outside(step, kernels),
+        "one by one, ms": waiting,
         "no graph, ms": without,
         "tokens/s": batch / step * 1e3,
     }
@@ -130,15 +135,19 @@ def decode(
     return Row(table, f"{batch} x {context:,}", figures, stepper.shared)
 
 
-def steps(stepper: Stepper, work: Callable[[], object], context: int) -> float:
-    """ms of a step: planned, run, and its tokens read, each in turn."""
+def steps(stepper: Stepper, work: Callable[[], object], context: int, ahead: int = 0) -> float:
+    """ms of a step: planned, run, and its tokens read. ahead: how many steps are launched before that."""
     for warm_up in (True, False):
         stepper.begin_decode(context)
-        started = perf_counter()
+        started, arrivals = perf_counter(), deque[Arrival]()
         for step in range(3 if warm_up else _STEPS):
             stepper.plan_decode(context + step)
             work()
-            stepper.tokens()
+            arrivals.append(stepper.fetch_tokens())
+            if len(arrivals) > ahead:
+                arrivals.popleft().wait()
+        for arrival in arrivals:
+            arrival.wait()
     return 1e3 * (perf_counter() - started) / _STEPS
 
 

@@ -11,6 +11,7 @@ from engine.attention.flashinfer import FixedDecode, FlashInferAttention
 from engine.attention.kv_scales import FP8
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.link import Arrival, link_to
 from tests.gpu.checks import BackendName
 from tests.gpu.costs import stored_layers
 from tests.gpu.decoder import RandomDecoder, Tables, flat
@@ -43,6 +44,7 @@ class Stepper:
         self.rows = rows
         self._device = device
         self._model = model
+        self._link = link_to(device.torch)
         pages = KVShape(self.stored, shape.kv_heads, shape.head_dim, self.tables.num_pages, PAGE_SIZE, kept)
         self._kv = PagedKV(pages, device.torch)
         _fill(self._kv)
@@ -88,9 +90,13 @@ class Stepper:
         self.begin_decode(context)
         return replay
 
+    def fetch_tokens(self) -> Arrival:
+        """Of the last step; good until the second fetch after."""
+        return self._link.fetch([self._tokens])
+
     def tokens(self) -> list[int]:
         """What the last step gave: waits for it, as a server must."""
-        chosen: list[int] = self._tokens.tolist()
+        chosen: list[int] = self.fetch_tokens().wait()[0].tolist()
         return chosen
 
     def _backend(self, name: BackendName) -> AttentionBackend:

@@ -11,6 +11,7 @@ import torch
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kv_scales import FP8
 from engine.attention.paged_kv import PagedKV
+from engine.sampling.most_likely import SortedMostLikely
 from tests.gpu.budget import Budget
 from tests.gpu.checks import (
     BOTH,
@@ -31,6 +32,7 @@ from tests.gpu.checks import (
 from tests.gpu.device import Host
 from tests.gpu.kernels import Variant, variants_of
 from tests.gpu.operations import Plain
+from tests.gpu.sampling import check_choices
 from tests.support import flash_attn_standin, flashinfer_standin
 from tests.support.flashinfer_standin import Standin
 
@@ -180,3 +182,17 @@ def test_libraries_that_are_compiled() -> None:
     assert len(VARIANTS) == 4 + 2 + 2 + 2 + 2
     assert Variant(torch.bfloat16, 128) in VARIANTS, "the model that is measured needs it"
     assert Variant(torch.bfloat16, 128, kv=FP8) in VARIANTS
+
+
+class HighestIds:
+    """Of equal logits it takes the last ones."""
+
+    def __call__(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
+        return values[:, :k], logits.shape[1] - 1 - ids[:, :k]
+
+
+def test_choices_are_compared() -> None:
+    check_choices(Host(), SortedMostLikely(), vocabulary=3000, rows=12)
+    with pytest.raises(AssertionError, match=r"equal logits, row \d+, .*: \d+, and the host takes \d+"):
+        check_choices(Host(), HighestIds(), vocabulary=3000, rows=12)
