@@ -35,9 +35,7 @@ def build_attention(
     kv = PagedKV(shape, device, fp8.scales, fp8.attend_dtype) if fp8 is not None else PagedKV(shape, device)
     if choice.name == "flashinfer":
         return FlashInferAttention(kv, layers, num_heads, fixed)
-    if choice.name == "torch-paged":
-        return TorchPagedAttention(kv, layers)
-    decode: AttentionBackend = TorchPagedAttention(kv, layers)
-    if choice.decode == "flashinfer":
-        decode = FlashInferAttention(kv, layers, num_heads)
-    return FlashAttnAttention(kv, layers, decode)
+    if choice.name == "flash-attn" and choice.decode == "flashinfer":
+        return FlashAttnAttention(kv, layers, FlashInferAttention(kv, layers, num_heads))
+    plain = TorchPagedAttention.quickest(kv, layers)
+    return plain if choice.name == "torch-paged" else FlashAttnAttention(kv, layers, plain)

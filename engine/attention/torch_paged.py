@@ -2,7 +2,7 @@
 backends over pages are compared with.
 
 In every layer each row's keys and values are gathered through its page table, which costs more than attending to them:
-on a CPU, cpu.py is far quicker.
+on a CPU, cpu.py is far quicker. Then the rows are attended to one by one, or all at once where torch can (varlen.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.attention.base import AttentionRow, LayerAttention, layers_of, scale
 from engine.attention.paged_kv import PagedKV
 from engine.attention.step_tables import StepTables
 from engine.attention.transfers import Staging, transfers_for
+from engine.attention.varlen import Lengths, Varlen, find_varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +35,39 @@ class _Step:
     token_slots: torch.Tensor
     key_slots: torch.Tensor
     spans: tuple[_Span, ...]
+    lengths: Lengths
 
 
 class TorchPagedAttention:
     """An AttentionBackend. Queries, keys and values are attended to in the `attend_dtype` of `kv`."""
 
-    def __init__(self, kv: PagedKV, layers: Sequence[LayerAttention] | None = None) -> None:
-        """layers: one for each layer of the shape; None: all of them plain."""
+    def __init__(
+        self, kv: PagedKV, layers: Sequence[LayerAttention] | None = None, varlen: Varlen | None = None
+    ) -> None:
+        """layers: one for each layer of the shape; None: all of them plain. varlen: for the `attend_dtype` of `kv`."""
         self._kv = kv
+        self._varlen = varlen
         self._layers = layers_of(kv.shape, layers)
         self._staging = Staging(transfers_for(kv.device), kv.device)
         self._step: _Step | None = None
+
+    @classmethod
+    def quickest(cls, kv: PagedKV, layers: Sequence[LayerAttention] | None) -> TorchPagedAttention:
+        """To all rows at once, where torch can on the device of `kv`."""
+        return cls(kv, layers, find_varlen(kv.device, kv.attend_dtype, kv.shape.head_dim))
 
     def plan(self, rows: Sequence[AttentionRow]) -> None:
         """See AttentionBackend. Raises ValueError for rows without tokens or with too few pages."""
         self._step = None
         size = self._kv.shape.page_size
         tables = StepTables.build(rows, size)
-        with self._staging.step((tables.token_slots(size), tables.key_slots(size), tables.fresh)) as staged:
-            token_slots, key_slots, fresh = (array.device for array in staged)
+        slots = (tables.token_slots(size), tables.key_slots(size))
+        with self._staging.step((*slots, tables.fresh, tables.token_offsets, tables.key_offsets)) as staged:
+            token_slots, key_slots, fresh, token_offsets, key_offsets = (array.device for array in staged)
             self._kv.clear(fresh)
-            self._step = _Step(token_slots, key_slots, _spans(rows))
+            most_tokens, most_keys = max(row.count for row in rows), max(row.start + row.count for row in rows)
+            lengths = Lengths(token_offsets, key_offsets, most_tokens, most_keys)
+            self._step = _Step(token_slots, key_slots, _spans(rows), lengths)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self._step is None:
@@ -62,6 +75,8 @@ class TorchPagedAttention:
         self._kv.write(layer, self._step.token_slots, k, v)
         keys, values = self._kv.gather(layer, self._step.key_slots)
         options, scale = self._layers[layer], scale_of(self._layers[layer], self._kv.shape.head_dim)
+        if self._varlen is not None and options.softcap is None:
+            return self._varlen(q.to(keys.dtype), keys, values, self._step.lengths, scale, options.window)
         attended = torch.empty_like(q, dtype=keys.dtype, memory_format=torch.contiguous_format)
         for span in self._step.spans:
             row = q[span.tokens].to(keys.dtype)

@@ -147,10 +147,11 @@ def _checks_of(device: Device, backend: BackendName, kinds: Sequence[Kind], flas
 def _make(backend: BackendName, kind: Kind, group: int, flashinfer: bool, kv: PagedKV) -> AttentionBackend:
     heads, size = group * kv.shape.num_kv_heads, kv.shape.page_size
     if backend == "torch-paged":
-        return TorchPagedAttention(kv, kind.layers)
+        return TorchPagedAttention.quickest(kv, kind.layers)
     fixed = FixedDecode(batches=(_ROWS,), most_pages=_ROWS * 400 // size + _ROWS)
     decode: AttentionBackend
-    decode = FlashInferAttention(kv, kind.layers, heads, fixed) if flashinfer else TorchPagedAttention(kv, kind.layers)
+    plain = TorchPagedAttention.quickest(kv, kind.layers)
+    decode = FlashInferAttention(kv, kind.layers, heads, fixed) if flashinfer else plain
     return decode if backend == "flashinfer" else FlashAttnAttention(kv, kind.layers, decode)
 
 

@@ -101,7 +101,7 @@ class Stepper:
 
     def _backend(self, name: BackendName) -> AttentionBackend:
         if name == "torch-paged":
-            return TorchPagedAttention(self._kv)
+            return TorchPagedAttention.quickest(self._kv, None)
         fixed = FixedDecode(batches=(self.rows,), most_pages=self.tables.num_pages)
         return FlashInferAttention(self._kv, None, self._model.shape.heads, fixed)
 
