@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,10 @@ from engine.models.fused import FlashInferElementwise
 from engine.sampling.most_likely import SortedMostLikely, most_likely_by_flashinfer
 from engine.sampling.on_device import DeviceChooser
 from engine.sizing import Room, device_room, host_room
+
+Trial = Callable[[], AbstractContextManager[int]]
+"""Tries out all that takes memory: graphs, workspaces, a step as large as there will be. Within the context all of it
+is there. Gives the bytes of the keys and values among that, which belong to the trial alone."""
 
 
 class Device(Protocol):
@@ -55,12 +59,11 @@ class Device(Protocol):
         """Raises AttentionUnavailable where what was wished for cannot be."""
         ...
 
-    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
+    def room(self, utilization: float, trial: Trial) -> Room:
         """For keys and values, once the weights are there.
 
         utilization: the share of the device's memory that may be in use by then, where it has memory of its own.
-        largest_step: computes one as large as there will be, and gives the bytes of the keys and values that it made
-        for that, which are free again.
+        trial: shows how much everything but keys and values takes; it is over when this returns.
         """
         ...
 
@@ -101,7 +104,7 @@ class CpuDevice:
     def attention(self, head_dim: int, kv_dtype: torch.dtype) -> Choice:
         return choose(self.wish, self.place, (), head_dim, kv_dtype)
 
-    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
+    def room(self, utilization: float, trial: Trial) -> Room:
         return host_room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def graphs(self) -> GraphMaker | None:
@@ -144,12 +147,12 @@ class CudaDevice:
     def attention(self, head_dim: int, kv_dtype: torch.dtype) -> Choice:
         return choose(self.wish, self.place, self.installed, head_dim, kv_dtype)
 
-    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
-        """What torch has taken for the step's numbers counts as in use: it will be again."""
+    def room(self, utilization: float, trial: Trial) -> Room:
+        """What torch has taken for the step's numbers counts as in use: it will be again. So do the trial's graphs."""
         torch.cuda.empty_cache()  # what loading has left
-        own = largest_step()
-        torch.cuda.synchronize(self.place)
-        free, total = torch.cuda.mem_get_info(self.place)
+        with trial() as own:
+            torch.cuda.synchronize(self.place)
+            free, total = torch.cuda.mem_get_info(self.place)
         gc.collect()
         torch.cuda.empty_cache()
         return device_room(total, total - free - own, utilization)

@@ -114,7 +114,7 @@ class DecodeGraphs:
             if self._attention.fixed_rows != batch:
                 raise RuntimeError(f"attention has no fixed buffers for {batch} rows")
             self._captured[batch] = maker.capture(lambda batch=batch: self._forward(batch))  # type: ignore[misc]
-            log.info("decoding %d sequences at a time: captured", batch)
+            log.debug("decoding %d sequences at a time: captured", batch)
 
     def plan(self, rows: Sequence[AttentionRow]) -> bool:
         """Plans attention for the step. True: for `replay`, filled up behind its own rows. False: to be run."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -24,7 +26,7 @@ from engine.local import LocalEngine
 from engine.models.registry import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sizing import pool_pages, spread
-from engine.speculation.loading import load_draft_model, load_drafter
+from engine.speculation.loading import DraftModel, load_draft_model, load_drafter
 from engine.text import Codec
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ def _load(config: EngineConfig, device: Device) -> LocalEngine:
     kv_dtype = device.kv(config.kv_dtype, loaded.weights)
     choice = device.attention(spec.head_dim, kv_dtype)
     log.info("attention %s: %s", choice.name, choice.reason)
-    draft = load_draft_model(config, loaded.assets, device)
+    draft = load_draft_model(config, loaded.assets, kv_dtype, device)
     fp8 = calibrate(loaded, codec, kv_dtype, device, config.max_batched_tokens)
     setup = _Setup(config, device, loaded, draft, choice, kv_dtype, fp8, context, codec.vocab_size)
     shape = setup.pool()
@@ -77,20 +79,20 @@ def _load(config: EngineConfig, device: Device) -> LocalEngine:
         default_params=_default_params(codec, min(context, shape.num_pages * shape.page_size)),
         adapters=tuple(source.name for source in config.adapters),
     )
-    drafter = load_drafter(config, draft, kv_dtype, info.pool_tokens, device)
+    drafter = load_drafter(config, draft, info.pool_tokens, device)
     cache = PrefixCache(PagePool(shape.num_pages, shape.page_size), config.cache_policy)
     return LocalEngine(info, codec, runner, cache, config, drafter)
 
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What a pool and a runner are made from. draft: its keys and values want room too. fp8: for kv_dtype, where it is
+    """What a pool and a runner are made from. draft: all that it takes wants room too. fp8: for kv_dtype, where it is
     e4m3. context: in tokens. vocab_size: of the tokenizer."""
 
     config: EngineConfig
     device: Device
     loaded: LoadedModel
-    draft: LoadedModel | None
+    draft: DraftModel | None
     choice: Choice
     kv_dtype: torch.dtype
     fp8: Fp8 | None
@@ -98,9 +100,9 @@ class _Setup:
     vocab_size: int
 
     def pool(self) -> KVShape:
-        """Sized by what there is room for once the weights are there."""
+        """Sized by what there is room for beside all else."""
         config, spec = self.config, self.loaded.model.spec
-        room = self.device.room(config.gpu_memory_utilization, self._largest_step)
+        room = self.device.room(config.gpu_memory_utilization, self._trial)
         token_bytes = spec.kv_shape(1, 1, self.kv_dtype).page_bytes
         if self.choice.gathers(config.page_size):  # in each layer, at most what all sequences have there
             gathered = token_bytes
@@ -108,36 +110,52 @@ class _Setup:
                 gathered += spec.kv_shape(1, 1, self.fp8.attend_dtype).page_bytes
             token_bytes += gathered // len(spec.layers)
         if self.draft is not None:
-            token_bytes += self.draft.model.spec.kv_shape(1, 1, self.kv_dtype).page_bytes
+            token_bytes += self.draft.token_bytes
         pages = pool_pages(config.pool_tokens, room, self.context, config.page_size, token_bytes)
         return spec.kv_shape(pages, config.page_size, self.kv_dtype)
 
     def runner(self, shape: KVShape) -> ModelRunner:
         """Over a pool of that shape, tried out: ready for the first request."""
-        attention = self._attention(shape)
-        runner = self._runner(attention)
         longest = min(_TRIED_OUT, self.context - 1, shape.num_pages * shape.page_size - 1)
-        if longest > 0:
-            runner.try_out([longest], shape.page_size)
-        maker = self.device.graphs()
-        if maker is None or self._fixed is None or not isinstance(attention, FlashInferAttention):
-            return runner
-        graphs = DecodeGraphs(self.loaded.model, attention, self._fixed.batches, self.device.place)
-        graphs.capture(maker)
-        return self._runner(attention, graphs)
+        return self._tried_out(shape, [longest] if longest > 0 else [])
 
-    def _largest_step(self) -> int:
-        """See `Device.room`."""
+    @contextmanager
+    def _trial(self) -> Iterator[int]:
+        """See `Device.room`: what there will be, the largest step included, over as few pages as that needs."""
         config, started = self.config, perf_counter()
-        log.info("trying out a step of %d tokens; kernels are compiled the first time", config.max_batched_tokens)
         lengths = spread(config.max_batched_tokens, config.max_running, self.context - 1)
-        if not lengths or min(lengths) < 1:
-            return 0
+        if min(lengths) < 1:
+            yield 0
+            return
+        log.info("trying out a step of %d tokens; kernels are compiled the first time", config.max_batched_tokens)
         pages = sum(pages_for(length + 1, config.page_size) for length in lengths)
         shape = self.loaded.model.spec.kv_shape(pages, config.page_size, self.kv_dtype)
-        self._runner(self._attention(shape)).try_out(lengths, config.page_size)
+        own = shape.num_pages * shape.page_bytes
+        there: list[object] = [self._tried_out(shape, lengths)]
+        if self.draft is not None:
+            drafter, pool_tokens = self.draft.largest(lengths, config, self.device)
+            there.append(drafter)
+            own += pool_tokens * self.draft.token_bytes
         log.info("tried out in %.1f s", perf_counter() - started)
-        return shape.num_pages * shape.page_bytes
+        yield own
+
+    def _tried_out(self, shape: KVShape, lengths: Sequence[int]) -> ModelRunner:
+        """With prompts of those lengths, after the graphs: before each of them torch gives back what steps had taken,
+        and in a trial that has to be seen."""
+        attention = self._attention(shape)
+        runner = self._runner(attention, self._graphs(attention))
+        if lengths:
+            runner.try_out(lengths, shape.page_size)
+        return runner
+
+    def _graphs(self, attention: AttentionBackend) -> DecodeGraphs | None:
+        maker = self.device.graphs()
+        if maker is None or self._fixed is None or not isinstance(attention, FlashInferAttention):
+            return None
+        graphs = DecodeGraphs(self.loaded.model, attention, self._fixed.batches, self.device.place)
+        graphs.capture(maker)
+        log.info("decoding is captured for %s sequences at a time", ", ".join(map(str, self._fixed.batches)))
+        return graphs
 
     @property
     def _fixed(self) -> FixedDecode | None:

@@ -27,7 +27,9 @@ from engine.link import link_to, send_inputs
 from engine.models.base import Model
 from engine.speculation.drafter import CHECKING, Ask
 
-_PAGE_SIZE = 16
+PAGE_SIZE = 16
+TRIED_OUT_MORE = 2
+"""Tokens behind each prompt that is tried out: a guess, and one behind it."""
 
 
 @dataclass(slots=True)
@@ -91,9 +93,9 @@ class ModelDrafter:
         self._model = model
         self._vocab_size = vocab_size
         self._max_batched_tokens = max_batched_tokens
-        spec, num_pages = model.spec, max(1, pool_tokens // _PAGE_SIZE)
-        self._pool = PagePool(num_pages, _PAGE_SIZE)  # no page is ever shared
-        shape, choice = spec.kv_shape(num_pages, _PAGE_SIZE, kv_dtype), device.attention(spec.head_dim, kv_dtype)
+        spec, num_pages = model.spec, max(1, pool_tokens // PAGE_SIZE)
+        self._pool = PagePool(num_pages, PAGE_SIZE)  # no page is ever shared
+        shape, choice = spec.kv_shape(num_pages, PAGE_SIZE, kv_dtype), device.attention(spec.head_dim, kv_dtype)
         self._attention = build_attention(choice, shape, spec.layers, spec.num_heads, device.place, fp8=fp8)
         self._link = link_to(device.place)
         self._followed: dict[int, _Followed] = {}
@@ -121,6 +123,17 @@ class ModelDrafter:
             self._pool.free(followed.pages)
             self._attention.drop(number)
 
+    def try_out(self, lengths: Sequence[int]) -> None:
+        """Guesses behind prompts of these lengths, all of token 0, so that weights are read in and kernels compiled. A
+        prompt that has no room in context or pool is left out."""
+        asks = [
+            Ask(-1 - index, np.zeros(length, dtype=np.int32), TRIED_OUT_MORE, length + TRIED_OUT_MORE)
+            for index, length in enumerate(lengths)
+        ]
+        self.propose(asks)
+        for ask in asks:
+            self.drop(ask.number)
+
     def _behind(self, asks: Sequence[Ask]) -> list[_Row]:
         """What each sequence has that is not computed yet, as far as one go allows."""
         rows, left = [], self._max_batched_tokens
@@ -139,7 +152,7 @@ class ModelDrafter:
 
     def _has_room(self, followed: _Followed, tokens: int) -> bool:
         """Takes the pages for so many tokens, if there are."""
-        missing = pages_for(tokens, _PAGE_SIZE) - len(followed.pages)
+        missing = pages_for(tokens, PAGE_SIZE) - len(followed.pages)
         if missing > 0:
             last = int(followed.pages[-1]) if len(followed.pages) else None
             try:

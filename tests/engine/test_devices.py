@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,13 +19,16 @@ from engine.graphs import Captured, Run
 from engine.loading import load_engine
 from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementwise
 from engine.models.fused import FlashInferElementwise
+from engine.runner import ModelRunner
 from engine.speculation import Drafter, NgramDrafter
 from engine.speculation.loading import load_drafter
 from tests.engine.conftest import StartEngine
 from tests.support.generation import generate
-from tests.support.standin_device import StandinDevice, use_standin
+from tests.support.standin_device import GRAPH_BYTES, StandinDevice, use_standin
 
 GIB = 2**30
+WORKSPACE_BYTES = 2 * 2 * 4 * 128 * (16 + 1)
+"""For the two query heads that share a head of keys of 16 elements, on a card that works on one block at a time."""
 CARD = torch.device("cuda", 0)
 ALL = frozenset({"flashinfer", "flash_attn", "ninja", "nvcc"})
 
@@ -146,18 +150,21 @@ def test_kernels(device: Device, kind: type[Elementwise]) -> None:
     assert type(device.elementwise(torch.bfloat16)) is kind
 
 
-def test_the_room_of_a_card_is_measured_behind_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers count as in use, its keys and values do not."""
+def test_the_room_of_a_card_is_measured_within_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes counts as in use, its keys and values do not."""
     free = [50 * GIB]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
 
-    def largest_step() -> int:
+    @contextmanager
+    def trial() -> Iterator[int]:
         free[0] -= 5 * GIB
-        return GIB
+        yield GIB
+        free[0] += 5 * GIB
 
-    room = CUDA.room(0.9, largest_step)
+    room = CUDA.room(0.9, trial)
+    assert free == [50 * GIB]
     assert (room.usual, room.most) == (72 * GIB - 34 * GIB, 46 * GIB)
 
 
@@ -226,24 +233,47 @@ async def test_the_pool_fills_what_is_left(
     utilization: float, pool_tokens: int | None, monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine
 ) -> None:
     """A token of the small model takes 3 layers * 2 * 2 heads * 16 elements * 4 bytes = 768; a half of the
-    card's 64 MiB is in use."""
+    card's 64 MiB is in use, and two graphs and a workspace take their part."""
     device = use_standin(monkeypatch)
     engine = start_engine(gpu_memory_utilization=utilization, pool_tokens=pool_tokens, max_running=2)
-    expected = pool_tokens or (int(2**26 * utilization) - 2**25) // 768
+    taken = 2 * GRAPH_BYTES + WORKSPACE_BYTES
+    expected = pool_tokens or (int(2**26 * utilization) - 2**25 - taken) // 768
     assert engine.info.num_pages == expected // 16
     assert engine.info.device == "cpu"
-    assert device.steps == 1
-    assert device.own > 0
+    assert (device.trials, device.taken, device.own) == (1, taken, 2 * 9 * 16 * 768)  # twice 128 tokens and one more
     assert len((await generate(engine, [5, 6, 7], max_tokens=3, ignore_eos=True)).ids) == 3
 
 
 def test_a_draft_model_wants_room_too(
     monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
 ) -> None:
-    """As much as the model itself, since it is the same."""
+    """Its keys and values as much as those of the model itself, since it is the same; and a workspace of its own. The
+    largest step of either is a prompt of 256 tokens, one more of the model, and two of the draft model."""
     device = use_standin(monkeypatch)
-    engine = start_engine(gpu_memory_utilization=0.75, speculation="draft", draft_model=str(tiny[0]))
-    assert engine.info.num_pages == (device.total * 3 // 4 - device.used) // (2 * 768) // 16
+    engine = start_engine(gpu_memory_utilization=0.75, max_running=1, speculation="draft", draft_model=str(tiny[0]))
+    taken = GRAPH_BYTES + 2 * WORKSPACE_BYTES
+    assert (device.taken, device.own) == (taken, 2 * 17 * 16 * 768)
+    assert engine.info.num_pages == (device.total * 3 // 4 - device.used - taken) // (2 * 768) // 16
+
+
+def test_a_trial_ends_with_the_largest_step(monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine) -> None:
+    """A capture gives back what torch has taken for steps: what comes before it would not be seen."""
+    device, done = use_standin(monkeypatch), []
+    capture, try_out = device.maker.capture, ModelRunner.try_out
+
+    def captured(run: Run) -> Captured:
+        done.append("capture")
+        return capture(run)
+
+    def tried_out(runner: ModelRunner, lengths: Sequence[int], page_size: int) -> None:
+        done.append(f"{len(lengths)} prompts, {sum(lengths)} tokens")
+        try_out(runner, lengths, page_size)
+
+    monkeypatch.setattr(device.maker, "capture", captured)
+    monkeypatch.setattr(ModelRunner, "try_out", tried_out)
+    start_engine(max_running=2, max_batched_tokens=40)
+    assert done == ["capture"] * 2 + ["2 prompts, 40 tokens"] + ["capture"] * 2 + ["1 prompts, 16 tokens"]
+    assert len(device.maker.alive) == 2
 
 
 def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from engine.attention import Choice
 from engine.config import KVDtype, Speculation, WeightsDtype
-from engine.devices import dtype_named
+from engine.devices import Trial, dtype_named
 from engine.graphs import GraphMaker
 from engine.models.elementwise import Elementwise
 from engine.models.fused import FlashInferElementwise
@@ -21,18 +20,23 @@ from tests.support import flashinfer_standin
 from tests.support.flashinfer_standin import Standin
 from tests.support.flashinfer_standin.graphs import StandinGraphs
 
+GRAPH_BYTES = 1 << 16
+"""What one takes: made up, since on the CPU it takes nothing that could be measured."""
+
 
 @dataclass
 class StandinDevice:
-    """See engine.devices.Device. total, used: bytes of its memory; steps: how often the largest one was tried out."""
+    """See engine.devices.Device. total: bytes of its memory; used: those taken before a trial. trials: how many there
+    have been. Of the last one: own, bytes of keys and values; taken, bytes of graphs and workspaces."""
 
     standin: Standin
     total: int = 1 << 26
     used: int = 1 << 25
     place: torch.device = field(default_factory=lambda: torch.device("cpu"))
     reason: str = "a stand-in"
-    steps: int = 0
+    trials: int = 0
     own: int = 0
+    taken: int = 0
 
     def __post_init__(self) -> None:
         self.maker = StandinGraphs(self.standin.stream)
@@ -53,10 +57,15 @@ class StandinDevice:
     def attention(self, head_dim: int, kv_dtype: torch.dtype) -> Choice:
         return Choice("flashinfer", "a stand-in")
 
-    def room(self, utilization: float, largest_step: Callable[[], int]) -> Room:
-        self.steps += 1
-        self.own = largest_step()
-        return device_room(self.total, self.used, utilization)
+    def room(self, utilization: float, trial: Trial) -> Room:
+        self.trials += 1
+        before = self._in_use()
+        with trial() as self.own:
+            self.taken = self._in_use() - before
+        return device_room(self.total, self.used + self.taken, utilization)
+
+    def _in_use(self) -> int:
+        return len(self.maker.alive) * GRAPH_BYTES + sum(map(len, self.standin.workspaces.values()))
 
     def graphs(self) -> GraphMaker | None:
         return self.maker

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils import _pytree as pytree
@@ -52,7 +53,7 @@ class _Recorder(TorchDispatchMode):
         return output
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StandinGraph:
     launches: list[_Launch]
     output: torch.Tensor
@@ -63,11 +64,12 @@ class StandinGraph:
 
 
 class StandinGraphs:
-    """See engine.graphs.GraphMaker. captured: how many there are."""
+    """See engine.graphs.GraphMaker. captured: how many there have been; alive: those that somebody still has."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.captured = 0
+        self.alive: WeakSet[StandinGraph] = WeakSet()
 
     def capture(self, run: Callable[[], torch.Tensor]) -> StandinGraph:
         run()
@@ -79,7 +81,9 @@ class StandinGraphs:
         finally:
             self._stream.recorder = None
         self.captured += 1
-        return StandinGraph(recorder.launches, output)
+        graph = StandinGraph(recorder.launches, output)
+        self.alive.add(graph)
+        return graph
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

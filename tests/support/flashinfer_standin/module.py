@@ -7,6 +7,7 @@ from collections import Counter
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from types import ModuleType
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ EXACT_RULES = Rules(EXACT, SMALL)
 
 
 class Standin(ModuleType):
-    """calls: how often what was called: "prefill plan", "decode run", "append", ..."""
+    """calls: how often what was called: "prefill plan", "decode run", "append", ... workspaces: those still in use."""
 
     def __init__(self, rules: Rules = RULES) -> None:
         super().__init__("flashinfer")
@@ -35,7 +36,8 @@ class Standin(ModuleType):
         self.transfers = StandinTransfers(self.stream)
         self.calls: Counter[str] = Counter()
         self.rules = rules
-        own = {"stream": self.stream, "rules": rules, "calls": self.calls}
+        self.workspaces: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        own = {"stream": self.stream, "rules": rules, "calls": self.calls, "workspaces": self.workspaces}
         for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
             setattr(self, wrapper.__name__, type(wrapper.__name__, (wrapper,), dict(own)))
 

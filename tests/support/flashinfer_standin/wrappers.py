@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -28,18 +29,20 @@ class _Plan:
 
 
 class Wrapper:
-    """What both have in common. Subclasses made by the stand-in know its stream, its rules and its count of calls."""
+    """What both have in common. Subclasses made by the stand-in know its stream, its rules, its count of calls, and
+    the workspaces that somebody still has."""
 
     stream: Stream
     rules: Rules
     calls: Counter[str]
+    workspaces: WeakValueDictionary[int, torch.Tensor]
 
     def _begin(self, workspace: torch.Tensor, kv_layout: str, backend: str, **unknown: tuple[Any, Any]) -> None:
         checks.workspace(workspace, self.stream)
         checks.defaults(**unknown)
         assert kv_layout == "NHD", f"the stand-in does not know kv_layout={kv_layout!r}"
         assert backend == "fa2", f"backend {backend!r}: chosen by the card, so not proven here"
-        self._workspace = workspace
+        self._workspace = self.workspaces[id(workspace)] = workspace
         self._plan: _Plan | None = None
         self._number = 0
 
