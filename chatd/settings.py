@@ -93,7 +93,7 @@ class Settings(BaseSettings):
         description="tokens that the cache holds",
         json_schema_extra={"default_text": "8 contexts, at most a quarter of the memory; on CUDA what is free"},
     )
-    max_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step")
+    max_batched_tokens: int = Field(256, ge=1, description="tokens computed in one step, at least --max-running")
     max_running: int = Field(16, ge=1, description="answers written at the same time")
     max_long_prefills: int = Field(1, ge=1, description="long prompts computed at the same time; short ones pass them")
     max_waiting: int = Field(64, ge=1, description="requests that may wait; more are refused with 503")
@@ -109,12 +109,12 @@ class Settings(BaseSettings):
     speculation: Speculation = Field(
         "auto",
         description="guess tokens and check several at a time, from the conversation (ngram) or by --draft-model; auto "
-        "is ngram, on CUDA off",
+        "is draft where that is given, else ngram, on CUDA off",
     )
     draft_model: str | None = Field(
         None,
         min_length=1,
-        description="a smaller model with the same vocabulary, named as --model is, for --speculation draft",
+        description="a smaller model with the same vocabulary, named as --model is, that guesses tokens",
     )
     speculative_tokens: int = Field(
         3, ge=1, le=64, description="tokens guessed in a step; with more answers at a time than this, none are"

@@ -51,8 +51,9 @@ class EngineConfig:
     threads None: one for each core. adapters: LoRA adapters of the model, loaded beside it; no two of one name.
     speculation: whether next tokens are guessed and checked several at a time, which changes no text: "ngram" guesses
     from the conversation itself, "draft" with draft_model, a smaller model (named as `model` is) with the same
-    vocabulary; "auto": ngram on a CPU, off on CUDA, where steps with guesses are in no graph. speculative_tokens:
-    guesses in a step; sequences that run side by side share them, and with more sequences than this nothing is guessed.
+    vocabulary; "auto": draft where a draft_model is named, else ngram on a CPU, and off on CUDA, where steps with
+    guesses are in no graph. speculative_tokens: guesses in a step; sequences that run side by side share them, and with
+    more sequences than this nothing is guessed.
     """
 
     models_dir: Path
@@ -98,7 +99,9 @@ class EngineConfig:
             raise ValueError(
                 "max_batched_tokens must be at least max_running, so that every sequence moves in every step"
             )
-        if (self.speculation == "draft") != (self.draft_model is not None):
-            raise ValueError("a draft model and speculation by a draft model go together: give both or neither")
+        if self.speculation == "draft" and self.draft_model is None:
+            raise ValueError("speculation by a draft model needs one: give draft_model")
+        if self.speculation in ("off", "ngram") and self.draft_model is not None:
+            raise ValueError(f"speculation {self.speculation} uses no draft model: make it draft, or leave it to auto")
         if len({adapter.name for adapter in self.adapters}) < len(self.adapters):
             raise ValueError("no two adapters may have the same name")

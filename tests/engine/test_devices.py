@@ -21,6 +21,7 @@ from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementw
 from engine.models.fused import FlashInferElementwise
 from engine.runner import ModelRunner
 from engine.speculation import Drafter, NgramDrafter
+from engine.speculation.draft_model import ModelDrafter
 from engine.speculation.loading import load_drafter
 from tests.engine.conftest import StartEngine
 from tests.support.generation import generate
@@ -306,11 +307,15 @@ def test_a_standin_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (False, {"speculation": "off"}, type(None)),
         (True, {}, type(None)),
         (True, {"speculation": "ngram"}, NgramDrafter),
+        (False, {"draft_model": "itself"}, ModelDrafter),
+        (True, {"draft_model": "itself"}, ModelDrafter),
+        (True, {"draft_model": "itself", "speculation": "draft"}, ModelDrafter),
     ],
 )
 def test_the_drafter_of_an_engine(
     monkeypatch: pytest.MonkeyPatch,
     start_engine: StartEngine,
+    tiny: tuple[Path, PreTrainedModel],
     on_a_card: bool,
     options: dict[str, Any],
     kind: type[Drafter | None],
@@ -324,5 +329,7 @@ def test_the_drafter_of_an_engine(
         return drafters[-1]
 
     monkeypatch.setattr("engine.loading.load_drafter", load)
+    if "draft_model" in options:
+        options = {**options, "draft_model": str(tiny[0])}
     start_engine(pool_tokens=256, **options)
     assert [type(drafter) for drafter in drafters] == [kind]
