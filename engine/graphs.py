@@ -3,9 +3,10 @@ costs one launch in place of hundreds.
 
 A graph reads and writes fixed addresses. So each step's tokens and positions are copied to where the captured step had
 them, and attention is planned anew, into fixed buffers (`FixedDecode`). A step of fewer rows than a captured one is
-filled up with rows of nobody:
+filled up with rows of nobody. Attention may compute steps of so many rows in several forms, and says in which one it
+has planned: each has a graph of its own.
 
-    warm-up    for 32, 24, 16, 8, 4, 2, 1 rows:  plan -> run -> capture
+    warm-up    for 32, 24, 16, 8, 4, 2, 1 rows, and each form:  plan -> run -> capture
     a step     plan, filled up -> tokens and positions -> replay -> logits of the rows that count
 
 A step with a row of more than one token, or of more rows than were captured, runs as it is.
@@ -21,6 +22,7 @@ from typing import Protocol
 import torch
 
 from engine.attention import AttentionBackend, AttentionRow
+from engine.attention.fixed_decode import DecodeForm
 from engine.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,17 @@ class FixedAttention(AttentionBackend, Protocol):
     """A backend with fixed buffers for steps of single tokens."""
 
     @property
-    def fixed_rows(self) -> int | None:
-        """The number of rows whose buffers the planned step uses; None: no graph may be replayed for it."""
+    def forms(self) -> Sequence[DecodeForm]:
+        """All that there are."""
+        ...
+
+    @property
+    def form(self) -> DecodeForm | None:
+        """Of the planned step; None: no graph may be replayed for it."""
+        ...
+
+    def plan_form(self, form: DecodeForm) -> None:
+        """Plans a step of that form whose rows are nobody's."""
         ...
 
     def padding(self, count: int) -> list[AttentionRow]:
@@ -102,19 +113,19 @@ class DecodeGraphs:
             self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
             self._positions = torch.zeros(most, dtype=torch.int64, device=device)
             self._rows = torch.arange(most, device=device)
-        self._captured: dict[int, Captured] = {}
-        self._planned: int | None = None
+        self._captured: dict[DecodeForm, Captured] = {}
+        self._planned: DecodeForm | None = None
 
     @torch.inference_mode()
     def capture(self, maker: GraphMaker) -> None:
         """All of them, the largest first: the others then find room in its memory. RuntimeError where attention has no
         buffers for one of them."""
-        for batch in reversed(self._batches):
-            self._attention.plan(self._attention.padding(batch))
-            if self._attention.fixed_rows != batch:
-                raise RuntimeError(f"attention has no fixed buffers for {batch} rows")
-            self._captured[batch] = maker.capture(lambda batch=batch: self._forward(batch))  # type: ignore[misc]
-            log.debug("decoding %d sequences at a time: captured", batch)
+        for form in sorted(self._attention.forms, key=lambda form: form.rows, reverse=True):
+            self._attention.plan_form(form)
+            if self._attention.form != form:
+                raise RuntimeError(f"attention has no fixed buffers for {form.rows} rows")
+            self._captured[form] = maker.capture(lambda rows=form.rows: self._forward(rows))  # type: ignore[misc]
+            log.debug("decoding %s: captured", form)
 
     def plan(self, rows: Sequence[AttentionRow]) -> bool:
         """Plans attention for the step. True: for `replay`, filled up behind its own rows. False: to be run."""
@@ -122,8 +133,8 @@ class DecodeGraphs:
         self._planned = None
         if batch is not None:
             self._attention.plan([*rows, *self._attention.padding(batch - len(rows))])
-            if self._attention.fixed_rows == batch:
-                self._planned = batch
+            if self._attention.form in self._captured:
+                self._planned = self._attention.form
                 return True
         self._attention.plan(rows)
         return False
@@ -132,20 +143,20 @@ class DecodeGraphs:
     def replay(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocab] of the planned step, good until the next replay. tokens and positions: int64 [rows],
         without what it was filled up with. Each plan serves once: RuntimeError where there is none."""
-        batch, self._planned = self._planned, None
-        if batch is None or self._attention.fixed_rows != batch:
+        form, self._planned = self._planned, None
+        if form is None or self._attention.form != form:
             raise RuntimeError("a graph was to be replayed for a step that was not planned")
         self._tokens[: len(tokens)].copy_(tokens)
         self._positions[: len(positions)].copy_(positions)
-        self._positions[len(positions) : batch].zero_()
-        captured = self._captured[batch]
+        self._positions[len(positions) : form.rows].zero_()
+        captured = self._captured[form]
         captured.replay()
         return captured.output
 
     def _batch(self, rows: Sequence[AttentionRow]) -> int | None:
         if any(row.count != 1 for row in rows):
             return None
-        return next((batch for batch in self._batches if batch >= len(rows) and batch in self._captured), None)
+        return next((batch for batch in self._batches if batch >= len(rows)), None) if self._captured else None
 
     def _forward(self, batch: int) -> torch.Tensor:
         return self._model.forward(self._tokens[:batch], self._positions[:batch], self._rows[:batch], self._attention)

@@ -14,7 +14,8 @@ from cache import PagePool, PrefixCache
 from engine.api import EngineInfo, SamplingParams
 from engine.attention import AttentionBackend, Choice, KVShape, build_attention
 from engine.attention.base import pages_for
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.fixed_decode import FixedDecode
+from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kv_scales import Fp8
 from engine.calibration import calibrate
 from engine.config import EngineConfig

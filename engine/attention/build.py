@@ -9,8 +9,9 @@ import torch
 from engine.attention.base import AttentionBackend, KVShape, LayerAttention
 from engine.attention.choice import Choice
 from engine.attention.cpu import CpuAttention
+from engine.attention.fixed_decode import FixedDecode
 from engine.attention.flash_attn import FlashAttnAttention
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kv_scales import Fp8
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention

@@ -9,6 +9,9 @@ decoding row is a prompt of one token. Both are planned once a step, for each ki
 Steps of single tokens may have fixed buffers (`FixedDecode`), so that a CUDA graph which was captured over `run` reads
 what the newest `plan` wrote. A step that is smaller than the captured one is filled up with `padding`.
 
+Where rows of single tokens begin with the same pages (shared_prefixes.py), layers without a window are computed in two
+parts (cascade.py), for which the page tables are cut: the tables of a row then begin behind what it shares.
+
 Sources: FlashInfer (arXiv 2501.01005); signatures and limits as in flashinfer-python 0.6.13 and 0.7.4.
 """
 
@@ -16,31 +19,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from cache import TailCopy
 from engine.attention.base import AttentionRow, LayerAttention, layers_of, scale_of
+from engine.attention.cascade import LEAST_SAVED, MOST_GROUPS, can_merge, compile_merging, requests_of
 from engine.attention.compiling import compile_settings
+from engine.attention.fixed_decode import DecodeForm, FixedDecode, places_for, shared_places_for
+from engine.attention.flashinfer_layers import (
+    LAYOUT,
+    Kernels,
+    LayerKind,
+    LayerPlan,
+    SharedArrays,
+    TableArrays,
+    arrays_of,
+)
 from engine.attention.kv_scales import FP8
 from engine.attention.paged_kv import PagedKV
+from engine.attention.shared_prefixes import Group, SharedPrefixes, SharedTables
 from engine.attention.step_tables import StepTables
-from engine.attention.transfers import Staged, Staging, transfers_for
+from engine.attention.transfers import Staging, transfers_for
+from engine.attention.workspace import workspace_bytes
 from engine.errors import AttentionUnavailable
 from engine.folders import xdg_folder
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-
-_LAYOUT = "NHD"
-_KERNELS = "fa2"  # those that have windows, soft caps, graphs and pages of any size on every card
-_LEAST_WORKSPACE = 128 << 20
-_LARGEST_TILE = 128
-_BLOCKS_PER_MULTIPROCESSOR = 2
 
 
 def unsupported(head_dim: int, dtype: torch.dtype) -> str | None:
@@ -52,59 +62,6 @@ def unsupported(head_dim: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class FixedDecode:
-    """Steps of single tokens that keep their buffers from step to step.
-
-    batches: numbers of rows. most_pages: the most page numbers that all rows of a step may have together, a page that
-    several of them share counted for each; a step with more is planned without fixed buffers.
-    """
-
-    batches: tuple[int, ...]
-    most_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where new keys and values go: int32 on the device, as append_paged_kv_cache wants them (see StepTables)."""
-
-    token_rows: torch.Tensor
-    positions: torch.Tensor
-    pages: torch.Tensor
-    page_offsets: torch.Tensor
-    last_page_len: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
-    """Layers with the same window, soft cap and scale, and the wrappers for them. fixed: by the number of rows."""
-
-    options: LayerAttention
-    prefill: Any
-    decode: Any
-    fixed: dict[int, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """wrappers: one for each layer."""
-
-    wrappers: tuple[Any, ...]
-    places: _Places
-
-
-class _Arrays(NamedTuple):
-    """Of StepTables, in both places."""
-
-    token_offsets: Staged
-    page_offsets: Staged
-    last_page_len: Staged
-    pages: Staged
-    token_rows: Staged
-    positions: Staged
-    fresh: Staged
-
-
 class FlashInferAttention:
     """The AttentionBackend for CUDA. Queries are attended with, and results given, in the `attend_dtype` of `kv`."""
 
@@ -114,8 +71,10 @@ class FlashInferAttention:
         layers: Sequence[LayerAttention] | None,
         num_heads: int,
         fixed: FixedDecode | None = None,
+        least_saved: int | None = LEAST_SAVED,
     ) -> None:
-        """layers: one for each layer of the shape; None: all of them plain. num_heads: of the queries.
+        """layers: one for each layer of the shape; None: all of them plain. num_heads: of the queries. least_saved:
+        bytes that a layer need not read where it is computed in two parts; None: it never is.
 
         Raises AttentionUnavailable where FlashInfer is not installed or lacks the kernels.
         """
@@ -128,39 +87,67 @@ class FlashInferAttention:
             raise ValueError(f"{num_heads} query heads cannot share {shape.num_kv_heads} heads of keys and values")
         self._flashinfer = _load(kv.device)
         self._kv = kv
-        self._sizes = (num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
         self._staging = Staging(transfers_for(kv.device), kv.device)
-        self._workspace = torch.zeros(_workspace_bytes(kv, num_heads), dtype=torch.uint8, device=kv.device)
-        self._fixed = _fixed_places(fixed, kv.device) if fixed is not None else {}
+        self._fixed = fixed if fixed is not None else FixedDecode((), 0)
         exact = [replace(layer, scale=scale_of(layer, shape.head_dim)) for layer in layers_of(shape, layers)]
-        kinds = {options: self._kind(options) for options in dict.fromkeys(exact)}
+        may_share = least_saved is not None and can_merge(num_heads, shape.head_dim)
+        sharing = {options: may_share and options.window is None for options in exact}
+        self._least_shared: int | None = None
+        requests: dict[int, int] = {}
+        if least_saved is not None and any(sharing.values()):
+            self._least_shared = max(1, -(-least_saved * shape.num_layers * shape.page_size // shape.page_bytes))
+            requests = {rows: requests_of(rows) for rows in self._fixed.batches if self._may_share(rows)}
+            compile_merging(self._flashinfer, num_heads, shape.head_dim, kv.attend_dtype, kv.device)
+        self._places = {shares: places_for(self._fixed, kv.device) for shares in set(sharing.values())}
+        self._shared_places = shared_places_for(self._fixed, requests, kv.device)
+        needed = workspace_bytes(kv, num_heads, self._fixed.batches)
+        workspace = torch.zeros(needed, dtype=torch.uint8, device=kv.device)
+        kernels = Kernels(self._flashinfer, kv, num_heads, workspace)
+        kinds = {
+            options: LayerKind(kernels, options, self._places[shares], self._shared_places if shares else None)
+            for options, shares in sharing.items()
+        }
         self._kinds = tuple(kinds.values())
         self._kind_of_layer = tuple(kinds[options] for options in exact)
-        self._step: _Step | None = None
+        self._layers: tuple[LayerPlan, ...] | None = None
+        self._form: DecodeForm | None = None
 
     @property
-    def fixed_rows(self) -> int | None:
-        """The number of rows whose fixed buffers the planned step uses; None: no graph may be replayed for it."""
-        if self._step is None:
-            return None
-        return next((rows for rows, places in self._fixed.items() if places is self._step.places), None)
+    def forms(self) -> tuple[DecodeForm, ...]:
+        """Of steps with fixed buffers."""
+        plain = tuple(DecodeForm(rows) for rows in self._fixed.batches)
+        return (*plain, *(DecodeForm(rows, shared=True) for rows in self._shared_places))
+
+    @property
+    def form(self) -> DecodeForm | None:
+        """Of the planned step; None: it has no fixed buffers, and no graph may be replayed for it."""
+        return self._form
 
     def plan(self, rows: Sequence[AttentionRow]) -> None:
         """See AttentionBackend. Raises ValueError for rows without tokens or with too few pages."""
-        self._step = None
+        self._layers = self._form = None
         tables = StepTables.build(rows, self._kv.shape.page_size)
-        with self._staging.step([getattr(tables, name) for name in _Arrays._fields]) as staged:
-            arrays = _Arrays(*staged)
-            self._kv.clear(arrays.fresh.device)
-            if tables.single:
-                self._step = self._plan_decode(arrays)
-            else:
-                self._step = self._plan_prefill(arrays)
+        if tables.single:
+            self._plan_decode(tables, self._find_shared(tables))
+        else:
+            self._plan_prefill(tables)
+
+    def plan_form(self, form: DecodeForm) -> None:
+        """Plans a step of that form whose rows are nobody's, to be captured."""
+        self._layers = self._form = None
+        size = self._kv.shape.page_size
+        rows = self.padding(form.rows)
+        if not form.shared:
+            self._plan_decode(StepTables.build(rows, size), None)
+            return
+        longer = [replace(row, pages=np.repeat(row.pages, 2), start=size, capacity=size + 1) for row in rows]
+        tables = StepTables.build(longer, size)
+        self._plan_decode(tables, SharedPrefixes(tables, size, (Group(tuple(range(form.rows)), 1),)))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._step is None:
+        if self._layers is None:
             raise RuntimeError("a layer was run before its step was planned")
-        places, kv = self._step.places, self._kv.layer(layer)
+        (wrapper, places), kv = self._layers[layer], self._kv.layer(layer)
         self._flashinfer.append_paged_kv_cache(
             *self._kv.stored(layer, k, v),
             places.token_rows,
@@ -169,10 +156,9 @@ class FlashInferAttention:
             places.pages,
             places.page_offsets,
             places.last_page_len,
-            kv_layout=_LAYOUT,
+            kv_layout=LAYOUT,
         )
-        wrapper, q = self._step.wrappers[layer], q.to(self._kv.attend_dtype)
-        attended: torch.Tensor = wrapper.run(q, kv, **self._scales(layer))
+        attended: torch.Tensor = wrapper.run(q.to(self._kv.attend_dtype), kv, **self._scales(layer))
         return attended
 
     def fork(self, source: int, target: int, tokens: int, tail: TailCopy | None) -> None:
@@ -194,54 +180,56 @@ class FlashInferAttention:
         for_keys, for_values = self._kv.scales(layer)
         return {"k_scale": for_keys, "v_scale": for_values}
 
-    def _plan_prefill(self, arrays: _Arrays) -> _Step:
-        for kind in self._kinds:
-            kind.prefill.plan(
-                arrays.token_offsets.host,
-                arrays.page_offsets.host,
-                arrays.pages.device,
-                arrays.last_page_len.host,
-                *self._sizes,
-                causal=True,
-                **_options(kind.options, self._kv),
-            )
-        return _Step(tuple(kind.prefill for kind in self._kind_of_layer), _places(arrays))
+    def _may_share(self, rows: int) -> bool:
+        """Whether a step of so many rows can be planned in two parts with fixed buffers, also for `plan_form`."""
+        return 2 <= rows <= self._fixed.most_pages // 2
 
-    def _plan_decode(self, arrays: _Arrays) -> _Step:
-        rows = len(arrays.last_page_len.host)
-        places = self._fixed.get(rows)
-        if places is not None and len(arrays.pages.host) > len(places.pages):
-            places = None
-        wrappers = {kind: kind.fixed[rows] if places is not None else kind.decode for kind in self._kinds}
-        for kind, wrapper in wrappers.items():
-            wrapper.plan(
-                arrays.page_offsets.host,
-                arrays.pages.device,
-                arrays.last_page_len.host,
-                *self._sizes,
-                **_options(kind.options, self._kv),
-            )
-        if places is not None:
-            places.positions.copy_(arrays.positions.device)
-        return _Step(tuple(wrappers[kind] for kind in self._kind_of_layer), places or _places(arrays))
+    def _find_shared(self, tables: StepTables) -> SharedPrefixes | None:
+        if self._least_shared is None:
+            return None
+        return SharedPrefixes.find(tables, self._kv.shape.page_size, self._least_shared, MOST_GROUPS)
 
-    def _kind(self, options: LayerAttention) -> _Kind:
-        prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=_KERNELS)
-        fixed = {rows: self._decode_wrapper(places) for rows, places in self._fixed.items()}
-        return _Kind(options, prefill, self._decode_wrapper(None), fixed)
+    def _plan_prefill(self, tables: StepTables) -> None:
+        with self._staging.step(arrays_of(tables, TableArrays)) as staged:
+            arrays = TableArrays(*staged)
+            self._kv.clear(arrays.fresh.device)
+            planned = {kind: kind.plan_prefill(arrays) for kind in self._kinds}
+            self._layers = tuple(planned[kind] for kind in self._kind_of_layer)
 
-    def _decode_wrapper(self, fixed: _Places | None) -> Any:
-        """On tensor cores whatever the group of query heads is: the other kernels know only some sizes of it."""
-        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            _LAYOUT,
-            use_cuda_graph=fixed is not None,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=fixed.page_offsets if fixed is not None else None,
-            paged_kv_indices_buffer=fixed.pages if fixed is not None else None,
-            paged_kv_last_page_len_buffer=fixed.last_page_len if fixed is not None else None,
-            backend=_KERNELS,
-        )
+    def _plan_decode(self, tables: StepTables, prefixes: SharedPrefixes | None) -> None:
+        """prefixes: None for a step in one part. In two, layers that share have page tables of their own."""
+        rows, each, shared = len(tables.positions), [tables], None
+        if prefixes is not None:
+            own, shared = prefixes.parts(requests_of(rows) if rows in self._shared_places else None)
+            each = [own, tables] if len(self._places) > 1 else [own]
+        form = self._form_of(rows, each, shared)
+        sent = [array for one in each for array in arrays_of(one, TableArrays)]
+        sent += arrays_of(shared, SharedArrays) if shared is not None else []
+        with self._staging.step(sent) as staged:
+            size, end = len(TableArrays._fields), len(each) * len(TableArrays._fields)
+            first, last = TableArrays(*staged[:size]), TableArrays(*staged[end - size : end])
+            common = SharedArrays(*staged[end:]) if shared is not None else None
+            self._kv.clear(first.fresh.device)
+            planned = {
+                kind: kind.plan_shared(first, common, form)
+                if kind.shares and common is not None
+                else kind.plan_decode(last, form)
+                for kind in self._kinds
+            }
+            if form is not None:
+                for shares, places in self._places.items():
+                    places[rows].positions.copy_((first if shares else last).positions.device)
+                if common is not None:
+                    self._shared_places[rows].order.copy_(common.order.device)
+                    self._shared_places[rows].inverse.copy_(common.inverse.device)
+            self._layers, self._form = tuple(planned[kind] for kind in self._kind_of_layer), form
+
+    def _form_of(self, rows: int, each: Sequence[StepTables], shared: SharedTables | None) -> DecodeForm | None:
+        """None: the step does not fit into fixed buffers."""
+        pages = [one.pages for one in each] + ([shared.pages] if shared is not None else [])
+        there = self._fixed.batches if shared is None else self._shared_places
+        fits = rows in there and max(map(len, pages)) <= self._fixed.most_pages
+        return DecodeForm(rows, shared is not None) if fits else None
 
 
 def _load(device: torch.device) -> Any:
@@ -251,51 +239,6 @@ def _load(device: torch.device) -> Any:
         return import_module("flashinfer")
     except ImportError as error:
         raise AttentionUnavailable(f"FlashInfer cannot be loaded: {error}") from error
-
-
-def _options(layer: LayerAttention, kv: PagedKV) -> dict[str, Any]:
-    """What `plan` is told besides the tables, nothing left to its defaults. window_left does not count the token."""
-    return {
-        "window_left": layer.window - 1 if layer.window is not None else -1,
-        "logits_soft_cap": layer.softcap if layer.softcap is not None else 0.0,
-        "sm_scale": layer.scale,
-        "q_data_type": kv.attend_dtype,
-        "kv_data_type": kv.shape.dtype,
-    }
-
-
-def _places(arrays: _Arrays) -> _Places:
-    return _Places(
-        arrays.token_rows.device,
-        arrays.positions.device,
-        arrays.pages.device,
-        arrays.page_offsets.device,
-        arrays.last_page_len.device,
-    )
-
-
-def _fixed_places(fixed: FixedDecode, device: torch.device) -> dict[int, _Places]:
-    """By the number of rows. All share the page numbers: `plan` writes them anew."""
-    pages = torch.zeros(fixed.most_pages, dtype=torch.int32, device=device)
-
-    def zeros(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    return {
-        rows: _Places(
-            torch.arange(rows, dtype=torch.int32, device=device), zeros(rows), pages, zeros(rows + 1), zeros(rows)
-        )
-        for rows in fixed.batches
-    }
-
-
-def _workspace_bytes(kv: PagedKV, num_heads: int) -> int:
-    """What FA2 needs at most where it splits the keys of a sequence: a tile in float32, with its sum, for each block of
-    threads and each query head of a group (PrefillPlan in FlashInfer's scheduler.cuh)."""
-    cuda = kv.device.type == "cuda"
-    blocks = torch.cuda.get_device_properties(kv.device).multi_processor_count if cuda else 1
-    group, tile = num_heads // kv.shape.num_kv_heads, 4 * _LARGEST_TILE * (kv.shape.head_dim + 1)
-    return max(_LEAST_WORKSPACE, _BLOCKS_PER_MULTIPROCESSOR * blocks * group * tile)
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -50,7 +50,7 @@ class StepTables:
         ends = starts + counts
         needed = -(-ends // page_size)
         _check(rows, counts, needed)
-        token_offsets, page_offsets = _offsets(counts), _offsets(needed)
+        token_offsets, page_offsets = offsets(counts), offsets(needed)
         tables = [row.pages[:count] for row, count in zip(rows, needed.tolist(), strict=True)]
         pages = np.concatenate(tables).astype(np.int32, copy=False)
         last_page_len = (ends - 1) % page_size + 1
@@ -62,7 +62,7 @@ class StepTables:
             last_page_len.astype(np.int32),
             np.repeat(np.arange(len(rows), dtype=np.int32), counts),
             (np.arange(token_offsets[-1]) - np.repeat(token_offsets[:-1] - starts, counts)).astype(np.int32),
-            _offsets(ends),
+            offsets(ends),
             pages[page_offsets[1:][begun] - 1],
         )
 
@@ -102,5 +102,6 @@ def _slots(pages: Ints, positions: npt.NDArray[np.integer[Any]], page_size: int)
     return slots
 
 
-def _offsets(counts: npt.NDArray[np.int64]) -> Ints:
+def offsets(counts: npt.NDArray[np.integer[Any]]) -> Ints:
+    """0, the first of the counts, the sum of the first two, ..., the sum of all."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from engine.attention import AttentionBackend, AttentionRow, CpuAttention, KVShape, LayerAttention
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention, _workspace_bytes, unsupported
+from engine.attention.cascade import LEAST_SAVED
+from engine.attention.fixed_decode import DecodeForm, FixedDecode
+from engine.attention.flashinfer import FlashInferAttention, unsupported
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.attention.workspace import workspace_bytes
 from engine.errors import AttentionUnavailable
 from engine.models.base import Model
 from engine.models.decoder import Decoder
@@ -35,10 +38,15 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Standin:
     return flashinfer_standin.install(monkeypatch)
 
 
-def rig_of(heads: int, *, fixed: FixedDecode | None = None, **options: Any) -> PagedRig:
+def rig_of(
+    heads: int, *, fixed: FixedDecode | None = None, least_saved: int | None = LEAST_SAVED, **options: Any
+) -> PagedRig:
     """Both backends over pages, each with its own storage."""
     layers = options.get("layers", LAYERS)
-    make = (lambda kv: FlashInferAttention(kv, layers, heads, fixed), lambda kv: TorchPagedAttention(kv, layers))
+    make = (
+        lambda kv: FlashInferAttention(kv, layers, heads, fixed, least_saved),
+        lambda kv: TorchPagedAttention(kv, layers),
+    )
     return PagedRig(make, heads=heads, **options)
 
 
@@ -109,9 +117,11 @@ def test_the_kernels_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.step({number: 11})
     rig.step({number: 1})
     monkeypatch.setattr("engine.attention.flashinfer.DTYPES", (torch.float32,))
-    wrong = rig_of(6, page_size=4, head_dim=64)
+    wrong = rig_of(6, page_size=4, head_dim=64, least_saved=None)
     with pytest.raises(AssertionError, match=r"no kernels for torch\.float32"):
         wrong.backends[0].plan([AttentionRow(0, np.zeros(1, np.int32), 0, 2, 2)])
+    with pytest.raises(AssertionError, match=r"no kernels for torch\.float32"):
+        rig_of(6, page_size=4, head_dim=64)
 
 
 def test_planned_once_a_step_for_each_kind_of_layer(standin: Standin) -> None:
@@ -121,7 +131,7 @@ def test_planned_once_a_step_for_each_kind_of_layer(standin: Standin) -> None:
     rig.start(number)
     for _ in range(3):
         rig.step({number: 5})
-    assert standin.calls == {"prefill plan": 3 * 4, "prefill run": 3 * 11, "append": 3 * 11}
+    assert standin.calls == {"prefill plan": 3 * 4, "prefill run": 3 * 11, "append": 3 * 11, "merge": 1}
     rig.step({number: 1})
     assert standin.calls["decode plan"] == 4
     assert standin.calls["decode run"] == 11
@@ -183,14 +193,14 @@ def test_fixed_buffers_are_filled_up_with_rows_of_nobody(standin: Standin) -> No
     addresses = set()
     for _ in range(10):
         rig.step(dict.fromkeys(numbers, 1), padding=1)
-        assert backend.fixed_rows == 4
-        places = backend._step.places
+        assert backend.form == DecodeForm(4)
+        places = backend._layers[0].places
         addresses.add((places.pages.data_ptr(), places.page_offsets.data_ptr(), places.positions.data_ptr()))
     assert len(addresses) == 1
     rig.step({numbers[0]: 1})
-    assert backend.fixed_rows == 1
+    assert backend.form == DecodeForm(1)
     rig.step({numbers[0]: 1, numbers[1]: 1})
-    assert backend.fixed_rows is None
+    assert backend.form is None
 
 
 def test_more_pages_than_fixed_buffers_hold_go_to_others(standin: Standin) -> None:
@@ -200,9 +210,9 @@ def test_more_pages_than_fixed_buffers_hold_go_to_others(standin: Standin) -> No
     rig.start(number)
     rig.step({number: 7})
     rig.step({number: 1})
-    assert backend.fixed_rows == 1
+    assert backend.form == DecodeForm(1)
     rig.step({number: 1})
-    assert backend.fixed_rows is None
+    assert backend.form is None
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -295,10 +305,16 @@ def test_heads_that_cannot_be_shared(standin: Standin) -> None:
         rig_of(5, page_size=4)
 
 
-def test_the_workspace_is_what_splitting_takes() -> None:
+def test_the_workspace_is_what_splitting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = PagedKV(KVShape(1, 1, 256, 1, 1, torch.bfloat16), CPU)
-    assert _workspace_bytes(kv, 8) == 128 << 20
-    assert _workspace_bytes(kv, 1024) == 2 * 1024 * 128 * 257 * 4
+    assert workspace_bytes(kv, 8) == 128 << 20
+    assert workspace_bytes(kv, 1024) == 2 * 1024 * 128 * 257 * 4
+    few = PagedKV(KVShape(1, 8, 128, 1, 1, torch.bfloat16), CPU)
+    assert workspace_bytes(few, 32, (1, 64)) == 128 << 20
+    assert workspace_bytes(few, 32, (1, 512)) == 32 * (512 * 4 // 64 + 511) * 64 * 129 * 4
+    monkeypatch.setattr("engine.attention.workspace._LEAST", 0)
+    five_groups = 2 + 5  # tiles of 128 lines: what 130 lines fill, and one more for each further request of six
+    assert workspace_bytes(few, 13 * 8, (10,)) == 13 * 8 * five_groups * 128 * 129 * 4
 
 
 SIGNATURES = (
@@ -309,6 +325,7 @@ SIGNATURES = (
     "BatchDecodeWithPagedKVCacheWrapper.plan",
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "append_paged_kv_cache",
+    "merge_state_in_place",
     "rmsnorm",
     "silu_and_mul",
     "apply_rope_with_cos_sin_cache_inplace",

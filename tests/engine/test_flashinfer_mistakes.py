@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import AttentionRow
+from engine.attention import AttentionRow, flashinfer_layers
 from engine.attention import flashinfer as module
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.cascade import LEAST_SAVED, Cascade
+from engine.attention.fixed_decode import FixedDecode
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer_layers import LayerKind, LayerPlan
 from engine.attention.paged_kv import PagedKV
+from engine.attention.shared_prefixes import SharedPrefixes
 from engine.attention.step_tables import StepTables
 from engine.attention.transfers import Staged, Staging
 from tests.support import flashinfer_standin
@@ -32,11 +37,15 @@ def standin(monkeypatch: Patch) -> Standin:
     return flashinfer_standin.install(monkeypatch)
 
 
-def work() -> None:
+def work(least_saved: int | None = LEAST_SAVED) -> None:
     """Prompts, mixed and single steps with fixed buffers, a fork, and pages that go from one sequence to the next."""
     fixed = FixedDecode(batches=(4,), most_pages=64)
     rig = PagedRig(
-        [lambda kv: FlashInferAttention(kv, LAYERS, HEADS, fixed)], page_size=4, heads=HEADS, num_pages=24, seed=1
+        [lambda kv: FlashInferAttention(kv, LAYERS, HEADS, fixed, least_saved)],
+        page_size=4,
+        heads=HEADS,
+        num_pages=24,
+        seed=1,
     )
     first, second, third = (rig.add(40) for _ in range(3))
     for number in (third, first, second):
@@ -55,9 +64,36 @@ def work() -> None:
     rig.step({third: 2, child: 1})
 
 
+def share() -> None:
+    """Steps of single tokens whose rows share pages, in an order of their own, with others between, and a replay."""
+    fixed = FixedDecode(batches=(4,), most_pages=64)
+    rig = PagedRig(
+        [lambda kv: FlashInferAttention(kv, LAYERS, HEADS, fixed, least_saved=1)],
+        page_size=4,
+        heads=HEADS,
+        num_pages=40,
+        seed=1,
+    )
+    first, alone = rig.add(40), rig.add(30)
+    for number in (first, alone):
+        rig.texts[number].tokens[0] = number
+        assert rig.start(number)
+    rig.step({first: 18, alone: 9})
+    child = rig.fork(first)
+    rig.step({first: 1, child: 1})
+    rig.step({first: 3, child: 1})
+    for _ in range(5):
+        rig.step({child: 1, alone: 1, first: 1}, padding=1)
+    rig.step({child: 1, first: 1}, padding=2)
+    rig.step({alone: 1, first: 1, child: 1})
+
+
 def test_without_a_mistake_all_is_well(standin: Standin) -> None:
     work()
     assert standin.calls["decode run"] > standin.calls["decode plan"] > 0
+    work(least_saved=1)
+    share()
+    assert standin.calls["shared plan"] > 6
 
 
 def tables(patch: Patch, change: Callable[[StepTables], StepTables]) -> None:
@@ -70,15 +106,15 @@ class _Builder:
         self.build = build
 
 
-def arrays(patch: Patch, change: Callable[[Any], Any], method: str = "_plan_prefill") -> None:
-    """What `plan` hands on to the wrappers and to `run` is changed."""
-    planned = getattr(FlashInferAttention, method)
-    patch.setattr(FlashInferAttention, method, lambda self, given: planned(self, change(given)))
+def arrays(patch: Patch, change: Callable[[Any], Any]) -> None:
+    """What `plan` hands on to the wrappers and to `run` is changed, for prompts."""
+    planned = LayerKind.plan_prefill
+    patch.setattr(LayerKind, "plan_prefill", lambda self, given: planned(self, change(given)))
 
 
 def options(patch: Patch, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    right = module._options
-    patch.setattr(module, "_options", lambda layer, dtype: change(right(layer, dtype)))
+    right = flashinfer_layers.options_of
+    patch.setattr(flashinfer_layers, "options_of", lambda layer, kv: change(right(layer, kv)))
 
 
 def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -124,34 +160,26 @@ def scale_left_out(patch: Patch, standin: Standin) -> None:
 
 
 def no_plan(patch: Patch, standin: Standin) -> None:
-    """The kernels of the first kind of layers alone are planned."""
-    planned = FlashInferAttention._plan_prefill
-
-    def first_alone(self: FlashInferAttention, given: Any) -> Any:
-        kinds, self._kinds = self._kinds, self._kinds[:1]
-        try:
-            return planned(self, given)
-        finally:
-            self._kinds = kinds
-
-    patch.setattr(FlashInferAttention, "_plan_prefill", first_alone)
+    """Only the kernels of layers without a window are planned."""
+    wrapper = standin.BatchPrefillWithPagedKVCacheWrapper
+    plan = wrapper.plan
+    patch.setattr(wrapper, "plan", lambda *args, **rest: plan(*args, **rest) if rest["window_left"] < 0 else None)
 
 
 def replay_without_a_plan(patch: Patch, standin: Standin) -> None:
     """The buffers that a graph reads are written, and the kernels' own arrays are those of an earlier step."""
-    planned = FlashInferAttention._plan_decode
+    planned = LayerKind.plan_decode
 
-    def buffers_alone(self: FlashInferAttention, given: Any) -> Any:
-        places = self._fixed.get(len(given.last_page_len.host))
-        if places is None or not places.page_offsets.any():
-            return planned(self, given)
+    def buffers_alone(self: LayerKind, given: Any, form: Any) -> Any:
+        if form is None or self._fixed[4]._plan is None:
+            return planned(self, given, form)
+        places = self._places[4]
         places.page_offsets.copy_(given.page_offsets.device)
         places.last_page_len.copy_(given.last_page_len.device)
         places.pages[: len(given.pages.host)] = given.pages.device
-        places.positions.copy_(given.positions.device)
-        return module._Step(tuple(kind.fixed[4] for kind in self._kind_of_layer), places)
+        return LayerPlan(self._fixed[4], places)
 
-    patch.setattr(FlashInferAttention, "_plan_decode", buffers_alone)
+    patch.setattr(LayerKind, "plan_decode", buffers_alone)
 
 
 def replay_of_the_last_step(patch: Patch, standin: Standin) -> None:
@@ -159,7 +187,7 @@ def replay_of_the_last_step(patch: Patch, standin: Standin) -> None:
     plan = FlashInferAttention.plan
 
     def once(self: FlashInferAttention, rows: Sequence[AttentionRow]) -> None:
-        if len(rows) != 4 or self._step is None or self._step.places is not self._fixed[4]:
+        if len(rows) != 4 or self.form is None:
             plan(self, rows)
 
     patch.setattr(FlashInferAttention, "plan", once)
@@ -233,7 +261,7 @@ MISTAKES: list[tuple[Callable[[Patch, Standin], None], str]] = [
     (offsets_on_the_device, "indptr is not in host memory"),
     (q_dtype_left_out, "q_data_type was left to its default"),
     (kv_dtype_left_out, "kv_data_type was left to its default"),
-    (causal_left_out, "causal was left out"),
+    (causal_left_out, "what a window hides depends on how many rows share"),
     (window_counts_the_token, NUMBERS),
     (scale_left_out, "sm_scale None"),
     (no_plan, "run without a plan"),
@@ -258,6 +286,169 @@ def test_a_mistake_is_seen(
     seed(monkeypatch, standin)
     with pytest.raises(AssertionError, match=message):
         work()
+
+
+def all_keys_of_some(patch: Patch, standin: Standin) -> None:
+    """As if a row saw of the shared part only what is before it: causal is left on."""
+    wrapper = standin.BatchPrefillWithPagedKVCacheWrapper
+    plan = wrapper.plan
+    patch.setattr(wrapper, "plan", lambda self, *args, causal, **rest: plan(self, *args, causal=True, **rest))
+
+
+def limits(patch: Patch, change: Callable[[Any], Any]) -> None:
+    """Groups are found by other tables than the step has."""
+    find = SharedPrefixes.find.__func__  # type: ignore[attr-defined]
+
+    def other(cls: Any, tables: StepTables, *rest: Any) -> Any:
+        found = find(cls, change(tables), *rest)
+        return replace(found, tables=tables) if found is not None else None
+
+    patch.setattr(SharedPrefixes, "find", classmethod(other))
+
+
+def a_shared_page_counted_twice(patch: Patch, standin: Standin) -> None:
+    """The last shared page stays in the own part of each row, its positions being right."""
+    own = SharedPrefixes._own
+
+    def one_less(self: SharedPrefixes, *orders: Any) -> StepTables:
+        fewer = tuple(replace(group, pages=group.pages - 1) for group in self.groups)
+        return own(replace(self, groups=fewer), *orders)
+
+    patch.setattr(SharedPrefixes, "_own", one_less)
+
+
+def a_shared_page_left_out(patch: Patch, standin: Standin) -> None:
+    shared = SharedPrefixes._shared
+
+    def one_less(self: SharedPrefixes, *orders: Any) -> Any:
+        fewer = tuple(replace(group, pages=group.pages - 1) for group in self.groups)
+        return shared(replace(self, groups=fewer), *orders)
+
+    patch.setattr(SharedPrefixes, "_shared", one_less)
+
+
+def positions_of_the_whole(patch: Patch, standin: Standin) -> None:
+    """The new token's place is counted from the beginning of its sequence, in tables that begin later."""
+    own = SharedPrefixes._own
+    patch.setattr(
+        SharedPrefixes, "_own", lambda self, *orders: replace(own(self, *orders), positions=self.tables.positions)
+    )
+
+
+def a_page_that_is_still_written(patch: Patch, standin: Standin) -> None:
+    """Counted as full before its last token is there; padding then has nothing of its own."""
+    limits(patch, lambda tables: replace(tables, positions=tables.positions + 4))
+
+
+def a_written_page_is_shared(patch: Patch, standin: Standin) -> None:
+    """The first of a group reads its own last page as if all had it."""
+    shared = SharedPrefixes._shared
+
+    def more(self: SharedPrefixes, *orders: Any) -> Any:
+        return shared(replace(self, groups=tuple(replace(g, pages=g.pages + 1) for g in self.groups)), *orders)
+
+    patch.setattr(SharedPrefixes, "_shared", more)
+
+
+def rows_in_their_own_order(patch: Patch, standin: Standin) -> None:
+    """Queries are not brought into the order of the groups."""
+    cascade(patch, lambda self: replace(self, order=self.order.sort().values))
+
+
+def results_in_the_order_of_groups(patch: Patch, standin: Standin) -> None:
+    cascade(patch, lambda self: replace(self, inverse=self.inverse.sort().values))
+
+
+def tokens_in_the_order_of_groups(patch: Patch, standin: Standin) -> None:
+    """New keys go to the tables of the rows with their number."""
+    plan = LayerKind.plan_shared
+
+    def unordered(self: LayerKind, *given: Any) -> LayerPlan:
+        wrapper, places = plan(self, *given)
+        return LayerPlan(wrapper, replace(places, token_rows=places.token_rows.sort().values))
+
+    patch.setattr(LayerKind, "plan_shared", unordered)
+
+
+def cascade(patch: Patch, change: Callable[[Cascade], Cascade]) -> None:
+    run = Cascade.run
+    patch.setattr(Cascade, "run", lambda self, q, kv, **scales: run(change(self), q, kv, **scales))
+
+
+def merged_with_another_row(patch: Patch, standin: Standin) -> None:
+    merging(patch, standin, lambda v, s: (v.roll(1, 0), s.roll(1, 0)))
+
+
+def logarithms_to_base_e(patch: Patch, standin: Standin) -> None:
+    """Of one part, as other kernels give them."""
+    merging(patch, standin, lambda v, s: (v, s * math.log(2)))
+
+
+def merging(patch: Patch, standin: Standin, change: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    merge = standin.merge_state_in_place
+    patch.setattr(standin, "merge_state_in_place", lambda v, s, *others: merge(v, s, *change(*others)))
+
+
+def halves_alike(patch: Patch, standin: Standin) -> None:
+    """Both parts count the same, however many keys they have."""
+    patch.setattr(standin, "merge_state_in_place", lambda v, s, v_other, s_other: v.add_(v_other).div_(2))
+
+
+def soft_cap_of_one_part(patch: Patch, standin: Standin) -> None:
+    wrapper = standin.BatchPrefillWithPagedKVCacheWrapper
+    plan = wrapper.plan
+    patch.setattr(
+        wrapper,
+        "plan",
+        lambda self, *args, causal, logits_soft_cap, **rest: plan(
+            self, *args, causal=causal, logits_soft_cap=logits_soft_cap if causal else 0.0, **rest
+        ),
+    )
+
+
+def windows_share(patch: Patch, standin: Standin) -> None:
+    """A layer with a window is computed in two parts as well."""
+    init, shared_places = LayerKind.__init__, []
+
+    def all_share(self: LayerKind, kernels: Any, layer: Any, places: Any, shared: Any) -> None:
+        shared_places.append(shared)  # the first layer has no window
+        init(self, kernels, layer, places, shared_places[0])
+
+    patch.setattr(LayerKind, "__init__", all_share)
+
+
+def requests_that_grow(patch: Patch, standin: Standin) -> None:
+    """Fixed buffers get as many requests as a step happens to have."""
+    right = SharedPrefixes.parts
+    patch.setattr(SharedPrefixes, "parts", lambda self, requests=None: right(self))
+
+
+SHARING: list[tuple[Callable[[Patch, Standin], None], str]] = [
+    (all_keys_of_some, NUMBERS),
+    (a_shared_page_counted_twice, NUMBERS),
+    (a_shared_page_left_out, NUMBERS),
+    (positions_of_the_whole, "a position behind the end of its sequence"),
+    (a_page_that_is_still_written, "has an empty row"),
+    (a_written_page_is_shared, "are shared, and written to in this step"),
+    (rows_in_their_own_order, NUMBERS),
+    (results_in_the_order_of_groups, NUMBERS),
+    (tokens_in_the_order_of_groups, "a position"),
+    (merged_with_another_row, NUMBERS),
+    (logarithms_to_base_e, NUMBERS),
+    (halves_alike, NUMBERS),
+    (soft_cap_of_one_part, NUMBERS),
+    (windows_share, "what a window hides"),
+    (requests_that_grow, "requests in buffers for"),
+]
+
+
+@pytest.mark.parametrize(("seed", "message"), SHARING, ids=[seed.__name__ for seed, _ in SHARING])
+def test_a_mistake_where_rows_share_is_seen(
+    standin: Standin, monkeypatch: Patch, seed: Callable[[Patch, Standin], None], message: str
+) -> None:
+    seed(monkeypatch, standin)
+    with pytest.raises(AssertionError, match=message):
+        share()
 
 
 def test_stale_numbers_are_what_stale_pages_hold(standin: Standin, monkeypatch: Patch) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.attention import AttentionRow, KVShape
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention, unsupported
+from engine.attention.fixed_decode import FixedDecode
+from engine.attention.flashinfer import FlashInferAttention, unsupported
 from engine.attention.kv_scales import FP8, KVScales, WatchedAttention, from_fp8, to_fp8
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention

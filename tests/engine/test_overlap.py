@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from engine.api import Delta, Failed, Finished, GenerateRequest, SamplingParams
+from engine.attention.flashinfer import FlashInferAttention
 from engine.devices import CpuDevice, Device
 from engine.launched import Launched
 from engine.local import LocalEngine
@@ -92,11 +94,14 @@ async def test_most_steps_of_a_stream_are_launched_ahead(start_engine: StartEngi
     assert (engine.snapshot().steps, overlapped(engine)) == (50, 49)
 
 
+@pytest.mark.parametrize("cascade", [False, True])
 async def test_preemption_eviction_and_choices(
-    start_engine: StartEngine, standin: StandinDevice, monkeypatch: pytest.MonkeyPatch
+    cascade: bool, start_engine: StartEngine, standin: StandinDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that is too small for all, and a second turn from what is left of the first."""
     texts = []
+    if cascade:
+        monkeypatch.setattr("engine.attention.build.FlashInferAttention", partial(FlashInferAttention, least_saved=1))
     for device in (standin, CpuDevice()):
         on(device, monkeypatch)
         options = {**OPTIONS, "pool_tokens": 288, "max_batched_tokens": 24, "speculation": "off"}
@@ -108,6 +113,7 @@ async def test_preemption_eviction_and_choices(
         engine._cache.check()
         assert (overlapped(engine) > 0) == (device is standin)
     assert texts[0] == texts[1]
+    assert (standin.standin.calls["shared plan"] > 20) == cascade
 
 
 async def two_turns(engine: LocalEngine) -> list[list[int]]:

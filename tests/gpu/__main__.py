@@ -19,11 +19,11 @@ import torch
 
 from engine.attention.compiling import compile_settings
 from tests.gpu.budget import Budget
-from tests.gpu.checks import OPERATIONS, VARIANTS, BackendName, CheckResult, all_checks, backends_there, run_checks
+from tests.gpu.checks import SHARED, VARIANTS, BackendName, CheckResult, all_checks, backends_there, run_checks
 from tests.gpu.costs import Shape, own_layers
 from tests.gpu.decoder import RandomDecoder
 from tests.gpu.device import Cuda, Device, find_device
-from tests.gpu.kernels import HELPERS, Variant, compile_all, compile_command, keep, ready, use
+from tests.gpu.kernels import HELPERS, OPERATIONS, Variant, compile_all, compile_command, keep, ready, use
 from tests.gpu.measure import all_measurements, measure_card, run_all
 from tests.gpu.offline import provide_flashinfer
 from tests.gpu.operations import Fused, Mixed, Operations, Plain
@@ -31,7 +31,7 @@ from tests.gpu.report import Report, Row
 
 FOLDER = Path(".gpu")
 _FOR_CHECKS = 60.0  # seconds kept for them while kernels are compiled
-_FOR_MEASUREMENTS = 150.0  # seconds kept for them while kernels are compiled and checks run
+_FOR_MEASUREMENTS = 170.0  # seconds kept for them while kernels are compiled and checks run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +72,12 @@ def fused_operations(kernels: frozenset[Variant | str] | None, checks: Sequence[
     passed = {check.name for check in checks if check.outcome == "passed"}
     there = [name for name in OPERATIONS if kernels is None or name in kernels]
     return [name for name in there if f"flashinfer: {name}" in passed]
+
+
+def shares(checks: Sequence[CheckResult]) -> bool:
+    """Whether shared pages are read once, and rightly."""
+    found = [check.outcome for check in checks if check.name.endswith(SHARED)]
+    return bool(found) and set(found) == {"passed"}
 
 
 def operations_of(fused: Collection[str]) -> Operations:
@@ -156,7 +162,7 @@ def _measure(
         f"{shape.weights / 1e9:.2f} billion a step; of FlashInfer's small operations {', '.join(fused) or 'none'}"
     )
     model = RandomDecoder(shape, own, operations_of(fused), device.torch, torch.bfloat16)
-    return run_all(list(all_measurements(device, card, model, backends)), budget)
+    return run_all(list(all_measurements(device, card, model, backends, shares(checks))), budget)
 
 
 if __name__ == "__main__":

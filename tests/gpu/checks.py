@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, LayerAttention
+from engine.attention.fixed_decode import DecodeForm, FixedDecode
 from engine.attention.flash_attn import FlashAttnAttention
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kv_scales import FP8, KVScales
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
@@ -24,7 +25,7 @@ from tests.gpu.device import Device, Work
 from tests.gpu.kernels import Variant, variants_of
 from tests.gpu.operations import Fused, Operations, Plain
 from tests.gpu.sampling import check_choices
-from tests.support.paged_rig import Inputs, PagedRig
+from tests.support.paged_rig import VOCABULARY, Inputs, PagedRig
 
 Outcome = Literal["passed", "failed", "left out"]
 BackendName = Literal["flashinfer", "flash-attn", "torch-paged"]
@@ -33,6 +34,9 @@ PAGE_SIZES = (1, 16)
 GROUPS = (1, 3, 4, 8)
 PLAIN, WINDOW, CAPPED = LayerAttention(), LayerAttention(window=11, scale=0.2), LayerAttention(softcap=3.0)
 BOTH, ITSELF = LayerAttention(window=40, softcap=5.0), LayerAttention(window=1)
+
+SHARED = "shared pages once"
+"""How the names of checks end in which rows share pages that are read once for all of them."""
 
 _SECONDS = 5.0  # no check takes longer once its kernels are there
 _ROWS = 4  # of steps with fixed buffers
@@ -142,16 +146,22 @@ def _checks_of(device: Device, backend: BackendName, kinds: Sequence[Kind], flas
         if backend == "flashinfer" and group == 4:
             run = partial(check_replay, device, make, kind, group, page_size)
             yield Check(f"{name}, replayed", needs, run)
+            share = partial(_make, backend, kind, group, flashinfer, least_saved=1)
+            run = partial(check_shared, device, share, kind, group, page_size)
+            yield Check(f"{name}, {SHARED}", needs | {"cascade"}, run)
 
 
-def _make(backend: BackendName, kind: Kind, group: int, flashinfer: bool, kv: PagedKV) -> AttentionBackend:
+def _make(
+    backend: BackendName, kind: Kind, group: int, flashinfer: bool, kv: PagedKV, least_saved: int | None = None
+) -> AttentionBackend:
+    """least_saved: as for FlashInferAttention."""
     heads, size = group * kv.shape.num_kv_heads, kv.shape.page_size
     if backend == "torch-paged":
         return TorchPagedAttention.quickest(kv, kind.layers)
     fixed = FixedDecode(batches=(_ROWS,), most_pages=_ROWS * 400 // size + _ROWS)
-    decode: AttentionBackend
-    plain = TorchPagedAttention.quickest(kv, kind.layers)
-    decode = FlashInferAttention(kv, kind.layers, heads, fixed) if flashinfer else plain
+    decode: AttentionBackend = TorchPagedAttention.quickest(kv, kind.layers)
+    if flashinfer:
+        decode = FlashInferAttention(kv, kind.layers, heads, fixed, least_saved)
     return decode if backend == "flashinfer" else FlashAttnAttention(kv, kind.layers, decode)
 
 
@@ -179,7 +189,7 @@ def check_company(
     rig.step({heir: 33, child: 1})
     for _ in range(2):
         rig.step({heir: 1, child: 1, first: 1}, padding=1 if padding else 0)
-    if padding and rig.backends[0].fixed_rows != _ROWS:
+    if padding and rig.backends[0].form != DecodeForm(_ROWS):
         raise AssertionError("a step of four rows did not use its fixed buffers")
 
 
@@ -204,6 +214,32 @@ def check_replay(
     for _ in range(4):
         rig.step({child: 1, first: 1, second: 1}, padding=1, run=replay)
     rig.step({second: 1, child: 1}, padding=2, run=replay)
+
+
+def check_shared(
+    device: Device, make: Callable[[PagedKV], AttentionBackend], kind: Kind, group: int, page_size: int
+) -> None:
+    """Rows that begin with the same pages, two by two or all, beside one that does not, in steps with and without fixed
+    buffers, and replayed."""
+    rig = _rig(device, make, kind, group, page_size)
+    replay = Replay(device, rig.backends[0])
+    first, second, alone = (rig.add(length) for length in (300, 260, 90))
+    rig.texts[first].tokens[0], rig.texts[alone].tokens[0] = first, alone
+    rig.texts[second].tokens[:150] = rig.texts[first].tokens[:150]
+    rig.texts[second].tokens[150] = (rig.texts[first].tokens[150] + 1) % VOCABULARY
+    rig.start(first)
+    rig.step({first: 200})
+    rig.start(second)
+    rig.start(alone)
+    rig.step({second: 180 - rig.texts[second].computed, alone: 20})
+    child = rig.fork(second)
+    for numbers in ((child, alone, first), (second, first, child)):
+        rig.step(dict.fromkeys(numbers, 1), padding=1)
+        rig.step(dict.fromkeys(numbers, 1))
+    for numbers in ((alone, child, first), (first, second, child), (second, alone, child), (first, child, second)):
+        rig.step(dict.fromkeys(numbers, 1), padding=1, run=replay)
+        if rig.backends[0].form != DecodeForm(_ROWS, shared=True):
+            raise AssertionError("a step of rows that share pages was planned as if they did not")
 
 
 class Replay:

@@ -81,13 +81,17 @@ class RandomDecoder:
 
 
 class Tables:
-    """Page tables of rows that are all as long as they may get. Pages lie in no order, as after some hours of use."""
+    """Page tables of rows that are all as long as they may get. Pages lie in no order, as after some hours of use.
 
-    def __init__(self, rows: int, tokens: int, page_size: int) -> None:
-        self.per_row = -(-tokens // page_size)
-        self.num_pages = rows * self.per_row
+    shared: tokens that all rows begin with, in full pages.
+    """
+
+    def __init__(self, rows: int, tokens: int, page_size: int, shared: int = 0) -> None:
+        self.per_row, full = -(-tokens // page_size), shared // page_size
+        self.num_pages = full + rows * (self.per_row - full)
         pages = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
-        self._pages = pages.reshape(rows, self.per_row)
+        own = pages[full:].reshape(rows, self.per_row - full)
+        self._pages = np.hstack((np.tile(pages[:full], (rows, 1)), own))
         self._tokens = tokens
 
     def rows(self, spans: Sequence[tuple[int, int, int]]) -> list[AttentionRow]:

@@ -28,7 +28,8 @@ import torch
 from engine.attention.base import LayerAttention
 from engine.attention.compiling import compile_settings
 
-HELPERS = ("page", "norm", "rope", "silu_and_mul", "topk")
+OPERATIONS = ("norm", "rope", "silu_and_mul")
+HELPERS = ("page", "cascade", "topk", *OPERATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +59,15 @@ def specs(variants: Sequence[Variant]) -> dict[Variant | str, Any]:
     """FlashInfer's descriptions of what is compiled, those of HELPERS by name."""
     from flashinfer.jit import gen_batch_prefill_module
     from flashinfer.jit.activation import gen_act_and_mul_module
+    from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.page import gen_page_module
     from flashinfer.jit.rope import gen_rope_module
     from flashinfer.jit.topk import gen_topk_module
 
-    helpers = (
-        gen_page_module(),
-        gen_norm_module(),
-        gen_rope_module(),
-        gen_act_and_mul_module("silu"),
-        gen_topk_module(),
-    )
-    made: dict[Variant | str, Any] = dict(zip(HELPERS, helpers, strict=True))
+    helpers = (gen_page_module(), gen_cascade_module(), gen_topk_module())
+    operations = (gen_norm_module(), gen_rope_module(), gen_act_and_mul_module("silu"))
+    made: dict[Variant | str, Any] = dict(zip(HELPERS, (*helpers, *operations), strict=True))
     for one in dict.fromkeys(variants):
         sizes = (torch.int32, one.head_dim, one.head_dim, 0)
         made[one] = gen_batch_prefill_module(
@@ -137,8 +134,8 @@ def main(arguments: Sequence[str]) -> None:
     os.environ.update(compile_settings(os.environ, folder.resolve().parents[1] / "link"))
     use(folder)
     described = specs(VARIANTS)
-    build([spec for name, spec in described.items() if name not in HELPERS[1:]])
-    for name in HELPERS[1:]:  # less is lost without them
+    build([spec for name, spec in described.items() if name not in OPERATIONS])
+    for name in OPERATIONS:  # less is lost without them
         build([described[name]])
     print(f"{keep(VARIANTS)} libraries compiled, {len(ready(VARIANTS))} in {folder}")
 

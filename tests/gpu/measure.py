@@ -24,8 +24,11 @@ from tests.gpu.stepper import Stepper
 BATCHES = (1, 8, 64)
 CONTEXTS = (128, 2048, 16384)
 PROMPT = 2048
+SHARED = (256, 2048)
+"""Tokens that all rows begin with: about as many as are worth reading once, and more (LEAST_SAVED in cascade.py)."""
 
 _STEPS = 20
+_OWN = 128  # tokens that a row has for itself where rows share
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,14 @@ def all_measurements(
     card: Card,
     model: RandomDecoder,
     backends: Sequence[BackendName],
+    shares: bool,
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
     prompt: int = PROMPT,
     loads: Sequence[Load] = LOADS,
+    shared: Sequence[int] = SHARED,
 ) -> Iterator[Measurement]:
-    """The most wanted first."""
+    """The most wanted first. shares: shared pages can be read once. shared: how many tokens then are."""
     best = backends[0]
     for batch in batches:
         for context in contexts:
@@ -93,6 +98,11 @@ def all_measurements(
         yield Measurement("prefill", f"{prompt:,} tokens, {backend}", 3, run)
     for load in loads:
         yield Measurement("loads", load.name, load.seconds, partial(play, device, model, best, load))
+    for tokens in shared if shares and best == "flashinfer" else ():
+        for once in (True, False):
+            name = f"{batches[-1]} x {tokens + _OWN:,}, {tokens:,} shared, read {'once' if once else 'by each'}"
+            run = partial(decode_shared, device, model, name, batches[-1], tokens, once)
+            yield Measurement("decode, shared tokens", name, 5, run)
     middle = contexts[len(contexts) // 2]
     for batch in batches:
         for backend in backends:
@@ -133,6 +143,19 @@ def decode(
     }
     table = "decode" if kv is None else "decode, keys and values in 8 bits"
     return Row(table, f"{batch} x {context:,}", figures, stepper.shared)
+
+
+def decode_shared(device: Device, model: RandomDecoder, name: str, batch: int, shared: int, once: bool) -> Row:
+    """Rows that begin with the same tokens, whose pages are read once for all rows, or by each row."""
+    context = shared + _OWN
+    stepper = Stepper(
+        device, model, "flashinfer", batch, context + 3 * _STEPS, shared=shared, least_saved=1 if once else None
+    )
+    replay = stepper.capture_decode(context)
+    kernels = device.milliseconds(replay, _STEPS)
+    step = steps(stepper, replay, context, ahead=1)
+    figures = {"ms": step, "kernels, ms": kernels, "outside": outside(step, kernels), "tokens/s": batch / step * 1e3}
+    return Row("decode, shared tokens", name, figures, stepper.shared)
 
 
 def steps(stepper: Stepper, work: Callable[[], object], context: int, ahead: int = 0) -> float:

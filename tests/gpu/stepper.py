@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.attention.base import AttentionBackend, KVShape
-from engine.attention.flashinfer import FixedDecode, FlashInferAttention
+from engine.attention.fixed_decode import FixedDecode
+from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kv_scales import FP8
 from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
@@ -21,7 +22,8 @@ PAGE_SIZE = 16
 
 
 class Stepper:
-    """rows sequences of up to `tokens` tokens each. kv: the dtype of keys and values.
+    """rows sequences of up to `tokens` tokens each. kv: the dtype of keys and values. shared: tokens that all rows
+    begin with. least_saved: as for FlashInferAttention.
 
     Raises MemoryError where not even one layer's pages fit.
     """
@@ -34,9 +36,11 @@ class Stepper:
         rows: int,
         tokens: int,
         kv: torch.dtype | None = None,
+        shared: int = 0,
+        least_saved: int | None = None,
     ) -> None:
         shape, kept = model.shape, kv if kv is not None else model.dtype
-        self.tables = Tables(rows, tokens, PAGE_SIZE)
+        self.tables = Tables(rows, tokens, PAGE_SIZE, shared)
         held = self.tables.num_pages * PAGE_SIZE
         self.stored = stored_layers(shape, device.free_bytes(), held, kept.itemsize)
         if self.stored == 0:
@@ -48,7 +52,7 @@ class Stepper:
         pages = KVShape(self.stored, shape.kv_heads, shape.head_dim, self.tables.num_pages, PAGE_SIZE, kept)
         self._kv = PagedKV(pages, device.torch)
         _fill(self._kv)
-        self.attention = self._backend(backend)
+        self.attention = self._backend(backend, least_saved)
         self._tokens = torch.ones(rows, dtype=torch.int32, device=device.torch)
         self._positions = torch.zeros(rows, dtype=torch.int32, device=device.torch)
         self._last = torch.arange(rows, device=device.torch)
@@ -99,11 +103,11 @@ class Stepper:
         chosen: list[int] = self.fetch_tokens().wait()[0].tolist()
         return chosen
 
-    def _backend(self, name: BackendName) -> AttentionBackend:
+    def _backend(self, name: BackendName, least_saved: int | None) -> AttentionBackend:
         if name == "torch-paged":
             return TorchPagedAttention.quickest(self._kv, None)
-        fixed = FixedDecode(batches=(self.rows,), most_pages=self.tables.num_pages)
-        return FlashInferAttention(self._kv, None, self._model.shape.heads, fixed)
+        fixed = FixedDecode(batches=(self.rows,), most_pages=self.rows * self.tables.per_row)
+        return FlashInferAttention(self._kv, None, self._model.shape.heads, fixed, least_saved)
 
 
 def _fill(kv: PagedKV) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import flashinfer_layers
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.kv_scales import FP8
 from engine.attention.paged_kv import PagedKV
@@ -80,9 +81,9 @@ def test_names_tell_what_is_checked(standin: Standin) -> None:
     names = [check.name for check in all_checks(Host(), BACKENDS, [SMALL_FP8, SMALL])]
     assert len(set(names)) == len(names)
     assert names[0] == "flashinfer: float16 over float8_e4m3fn, heads of 64, groups of 1, pages of 1"
-    assert sum(name.startswith("flashinfer") for name in names) == 2 * 2 * 4 + 2 * 2
+    assert sum(name.startswith("flashinfer") for name in names) == 2 * 2 * 4 + 2 * 2 * 2
     assert sum(name.startswith("flash-attn") for name in names) == 2 * 4, "flash-attn has no 8-bit keys"
-    assert sum("replayed" in name for name in names) == 2 * 2
+    assert sum("replayed" in name for name in names) == sum("shared pages once" in name for name in names) == 2 * 2
 
 
 def forgets_scales(patch: pytest.MonkeyPatch) -> None:
@@ -91,8 +92,8 @@ def forgets_scales(patch: pytest.MonkeyPatch) -> None:
 
 
 def wide_window(patch: pytest.MonkeyPatch) -> None:
-    right = __import__("engine.attention.flashinfer", fromlist=["_options"])._options
-    patch.setattr("engine.attention.flashinfer._options", lambda layer, kv: _wider(right(layer, kv)))
+    right = flashinfer_layers.options_of
+    patch.setattr(flashinfer_layers, "options_of", lambda layer, kv: _wider(right(layer, kv)))
 
 
 def _wider(options: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +109,16 @@ def no_tail_of_forks(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_fixed_buffers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FlashInferAttention, "fixed_rows", None)
+    patch.setattr(FlashInferAttention, "form", None)
+
+
+def shares_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FlashInferAttention, "_find_shared", lambda self, tables: None)
+
+
+def merges_unevenly(patch: pytest.MonkeyPatch) -> None:
+    """The second part is taken for the whole."""
+    patch.setattr(Standin, "merge_state_in_place", lambda self, v, s, v_other, s_other: None)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +129,8 @@ def no_fixed_buffers(patch: pytest.MonkeyPatch) -> None:
         (stale_pages, "not close"),
         (no_tail_of_forks, "not close"),
         (no_fixed_buffers, "did not use its fixed buffers"),
+        (shares_nothing, "as if they did not"),
+        (merges_unevenly, "not close"),
     ],
 )
 def test_a_mistake_is_seen(standin: Standin, monkeypatch: pytest.MonkeyPatch, mistake: Any, message: str) -> None:

@@ -34,7 +34,13 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(entry, "all_checks", lambda device, backends: all_checks(device, backends, [SMALL])[::5])
     monkeypatch.setattr(entry, "Shape", lambda: TINY)
     monkeypatch.setattr(entry, "measure_card", partial(measure_card, size=1 << 12, product=32, repeats=1))
-    small = {"batches": (2,), "contexts": (9,), "prompt": 17, "loads": [Load("a load", 9, 3, 1.0, rows=2)]}
+    small = {
+        "batches": (2,),
+        "contexts": (9,),
+        "prompt": 17,
+        "loads": [Load("a load", 9, 3, 1.0, rows=2)],
+        "shared": [16],
+    }
     monkeypatch.setattr(entry, "all_measurements", partial(all_measurements, **small))
     monkeypatch.setattr("tests.gpu.measure._STEPS", 2)
     return tmp_path / "report.json"
@@ -43,12 +49,21 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_all_of_it(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["--json", str(report)]) == 0
     shown = capsys.readouterr().out
-    for part in ("- device: CPU", "0 failed, 0 left out", "## Decode", "## Prefill", "## Loads", "## Backends", "s."):
+    for part in (
+        "- device: CPU",
+        "0 failed, 0 left out",
+        "## Decode",
+        "## Prefill",
+        "## Loads",
+        "## Decode, shared tokens",
+        "## Backends",
+        "s.",
+    ):
         assert part in shown
     written = json.loads(report.read_text())
     assert written["exit_code"] == 0
     assert {row["note"] for row in written["rows"]} == {""}
-    assert len(written["rows"]) == 1 + 2 + 1 + 2 + 1
+    assert len(written["rows"]) == 1 + 2 + 1 + 2 + 2 + 1
     assert written["about"]["model"].startswith("random weights in bfloat16, 2 layers (2 with weights of their own)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,15 +43,19 @@ def plenty(seconds: float = 1e9) -> Budget:
 def test_all_that_is_measured(standin: Standin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.gpu.measure._STEPS", 3)
     measurements = list(
-        all_measurements(Host(), CARD, model_of(), ["flashinfer", "torch-paged"], (1, 3), (9, 40), 33, [LOAD])
+        all_measurements(
+            Host(), CARD, model_of(), ["flashinfer", "torch-paged"], True, (1, 3), (9, 40), 33, [LOAD], [32]
+        )
     )
     rows = run_all(measurements, plenty())
     assert [row.note for row in rows] == [""] * len(rows)
+    assert standin.calls["shared plan"] == 1 + 3 + 3, "captured, warmed up, measured"
     assert [(row.table, row.name) for row in rows] == [(one.table, one.name) for one in measurements]
     assert [row.name for row in rows] == [
         *("1 x 9", "1 x 40", "3 x 9", "3 x 40"),
         *("33 tokens, flashinfer", "33 tokens, torch-paged"),
         "a load",
+        *("3 x 160, 32 shared, read once", "3 x 160, 32 shared, read by each"),
         *("1 x 40, flashinfer, no graph", "1 x 40, torch-paged, no graph"),
         *("3 x 40, flashinfer, no graph", "3 x 40, torch-paged, no graph"),
         *("3 x 9", "3 x 40"),
@@ -116,12 +121,27 @@ def test_layers_that_share(standin: Standin) -> None:
         Stepper(Host(memory=1000), model_of(), "flashinfer", 1, 64)
 
 
+def test_shared_tokens_are_measured_where_they_are_read_once(standin: Standin) -> None:
+    with_it, without = (
+        [one.name for one in all_measurements(Host(), CARD, model_of(), ["flashinfer"], shares)]
+        for shares in (True, False)
+    )
+    assert [name for name in with_it if name not in without] == [
+        f"64 x {tokens + 128:,}, {tokens:,} shared, read {how}" for tokens in (256, 2048) for how in ("once", "by each")
+    ]
+
+
 def test_page_tables_have_nothing_in_common() -> None:
     tables = Tables(3, 33, 16)
     rows = tables.rows([(0, 0, 33), (2, 5, 1)])
     assert (tables.per_row, tables.num_pages) == (3, 9)
     assert [len(row.pages) for row in rows] == [3, 3]
     assert len({int(page) for row in range(3) for page in tables.rows([(row, 0, 1)])[0].pages}) == 9
+    shared = Tables(3, 50, 16, shared=32)
+    assert shared.num_pages == 2 + 3 * 2
+    pages = np.array([row.pages for row in shared.rows([(row, 0, 1) for row in range(3)])])
+    assert (pages[:, :2] == pages[0, :2]).all()
+    assert len(np.unique(pages)) == shared.num_pages
     positions, last = flat([(0, 0, 3), (2, 5, 1), (1, 7, 2)], torch.device("cpu"))
     assert positions.tolist() == [0, 1, 2, 5, 7, 8]
     assert last.tolist() == [2, 3, 5]

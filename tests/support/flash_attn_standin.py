@@ -68,7 +68,7 @@ class FlashAttnStandin(ModuleType):
         queries = q.float().split(cu_seqlens_q.diff().tolist())
         lengths = cu_seqlens_k.diff().tolist()
         attended = [
-            attend_row(one, keys.float(), values.float(), length, options)
+            attend_row(one, keys.float(), values.float(), length, options)[0]
             for one, (keys, values), length in zip(queries, rows, lengths, strict=True)
         ]
         return torch.cat(attended).to(q.dtype)

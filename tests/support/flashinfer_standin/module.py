@@ -27,7 +27,8 @@ EXACT_RULES = Rules(EXACT, SMALL)
 
 
 class Standin(ModuleType):
-    """calls: how often what was called: "prefill plan", "decode run", "append", ... workspaces: those still in use."""
+    """calls: how often what was called: "prefill plan", "decode run", "append", ...; "shared plan" is one of a
+    prefill wrapper whose queries see all keys. workspaces: those still in use."""
 
     def __init__(self, rules: Rules = RULES) -> None:
         super().__init__("flashinfer")
@@ -86,6 +87,27 @@ class Standin(ModuleType):
         values, ids = input.sort(dim=-1, descending=True, stable=True)
         shuffled = torch.arange(k).flip(0).roll(k // 3)
         return values[:, shuffled], ids[:, shuffled]
+
+    def merge_state_in_place(
+        self,
+        v: torch.Tensor,
+        s: torch.Tensor,
+        v_other: torch.Tensor,
+        s_other: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """A block of threads has all heads of a token, eight elements a thread."""
+        self.calls["merge"] += 1
+        checks.defaults(mask=(mask, None))
+        assert v.dtype in self.rules.dtypes, f"no kernels for {v.dtype}"
+        for name, tensor in (("v", v), ("v_other", v_other)):
+            checks.floats(name, tensor, tuple(v.shape), v.dtype, self.stream)
+            assert tensor.is_contiguous(), f"{name} is not contiguous"
+        for name, tensor in (("s", s), ("s_other", s_other)):
+            checks.floats(name, tensor, tuple(v.shape[:2]), torch.float32, self.stream)
+            assert tensor.is_contiguous(), f"{name} is not contiguous"
+        assert v.shape[1] * v.shape[2] // 8 <= 1024, f"{v.shape[1]} heads of {v.shape[2]} elements in one block"
+        self.stream.launch(lambda: _merge(v, s, v_other, s_other))
 
     def rmsnorm(
         self,
@@ -167,8 +189,17 @@ def _append(
     assert bool((positions < lengths[batch_indices]).all()), "a position behind the end of its sequence"
     pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
     _check_writers(batch_indices, positions, pages, kv_indices, kv_indptr, nobodys=len(kv) - 1)
+    stream.written[kv.data_ptr()] = set(pages.tolist()) - {len(kv) - 1}
     kv[pages, 0, positions % page_size] = key
     kv[pages, 1, positions % page_size] = value
+
+
+def _merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor) -> None:
+    largest = torch.maximum(s, s_other)
+    own, other = torch.exp2(s - largest), torch.exp2(s_other - largest)
+    merged = (own[..., None] * v.float() + other[..., None] * v_other.float()) / (own + other)[..., None]
+    v.copy_(merged)
+    s.copy_(torch.log2(own + other) + largest)
 
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -215,7 +246,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, exact: bool = True) -> Standin:
         monkeypatch.setitem(sys.modules, name, standin)
     for module in ("attention.flashinfer", "attention.flash_attn", "attention.torch_paged", "link"):
         monkeypatch.setattr(f"engine.{module}.transfers_for", lambda device: standin.transfers)
-    monkeypatch.setattr("engine.attention.flashinfer._LEAST_WORKSPACE", 0)
+    monkeypatch.setattr("engine.attention.workspace._LEAST", 0)
     if exact:
         monkeypatch.setattr("engine.attention.flashinfer.DTYPES", EXACT)
         monkeypatch.setattr("engine.attention.flashinfer.HEAD_DIMS", SMALL)

@@ -37,7 +37,8 @@ class _Receipt:
 @dataclass
 class Stream:
     """The device's only one. `arrived`: the number of the last copy that somebody waited for. receipts: what is on its
-    way to host memory, which holds NaN until then. recorder: who captures what is launched."""
+    way to host memory, which holds NaN until then. recorder: who captures what is launched. written: of each layer's
+    pages, by their address, those that a step has written to last."""
 
     issued: int = 0
     arrived: int = 0
@@ -45,6 +46,7 @@ class Stream:
     receipts: list[_Receipt] = field(default_factory=list)
     pinned: list[torch.Tensor] = field(default_factory=list)
     recorder: Recorder | None = None
+    written: dict[int, set[int]] = field(default_factory=dict)
 
     def launch(self, kernel: Callable[[], T]) -> T:
         """A kernel reads and writes when it is launched, and when a graph that captured it is replayed."""

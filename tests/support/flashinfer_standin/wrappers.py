@@ -47,13 +47,20 @@ class Wrapper:
         self._number = 0
 
     def _check_pages(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, page_size: int
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        page_size: int,
+        *,
+        empty: bool = False,
     ) -> None:
-        """All three of one step. Called first in a plan, which writes the wrapper's own pinned memory."""
+        """All three of one step. Called first in a plan, which writes the wrapper's own pinned memory. empty: rows may
+        have no pages."""
         assert self._number <= self.stream.arrived, "a plan before the copies of the last one have ended"
         checks.integers("last_page_len", last_page_len, self.stream, on_host=True)
         checks.integers("indptr", indptr, self.stream, on_host=True, size=len(last_page_len) + 1)
-        checks.offsets("indptr", indptr)
+        checks.offsets("indptr", indptr, empty=empty)
         checks.integers("indices", indices, self.stream, on_host=False, size=int(indptr[-1]))
         checks.in_range("last_page_len", last_page_len, 1, page_size)
 
@@ -77,12 +84,23 @@ class Wrapper:
         assert len(self._workspace) >= 2 * group * tile, f"a workspace of {len(self._workspace)} bytes is too small"
         return plan
 
-    def _attend(self, q: torch.Tensor, kv: torch.Tensor, k_scale: Any, v_scale: Any, plan: _Plan) -> torch.Tensor:
+    def _check_workspace(self, rows: int, requests: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        """A plan with fixed buffers makes room for as many tiles as there may ever be (PrefillSplitQOKVIndptr)."""
+        assert requests <= rows, f"{requests} requests of {rows} rows: the longest one's length would be below zero"
+        longest, lines = (rows - requests + 1) * (heads // kv_heads), rows * heads // kv_heads
+        tile = 128 if longest > 64 and head_dim < 256 else 64 if longest > 16 else 16
+        needed = 4 * heads * (-(-lines // tile) + requests - 1) * tile * (head_dim + 1)
+        assert len(self._workspace) >= needed, f"a workspace of {len(self._workspace)} bytes, and {needed} are needed"
+
+    def _attend(
+        self, q: torch.Tensor, kv: torch.Tensor, k_scale: Any, v_scale: Any, plan: _Plan, return_lse: bool
+    ) -> Any:
         """As the real one does: the scale of keys goes into that of scores, that of values over the results."""
         pages = plan.pages.tolist()
         scores = plan.scores if k_scale is None else replace(plan.scores, scale=plan.scores.scale * k_scale)
-        out = attend(q, kv, plan.q_offsets, plan.page_offsets, pages, plan.last_page_len, scores)
-        return out.to(plan.dtypes[0]) * (1.0 if v_scale is None else v_scale)
+        out, log_sums = attend(q, kv, plan.q_offsets, plan.page_offsets, pages, plan.last_page_len, scores)
+        out = out.to(plan.dtypes[0]) * (1.0 if v_scale is None else v_scale)
+        return (out, log_sums.contiguous()) if return_lse else out
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
@@ -105,16 +123,28 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             float_workspace_buffer,
             kv_layout,
             backend,
-            use_cuda_graph=(use_cuda_graph, False),
-            qo_indptr_buf=(qo_indptr_buf, None),
-            paged_kv_indptr_buf=(paged_kv_indptr_buf, None),
-            paged_kv_indices_buf=(paged_kv_indices_buf, None),
-            paged_kv_last_page_len_buf=(paged_kv_last_page_len_buf, None),
             custom_mask_buf=(custom_mask_buf, None),
             mask_indptr_buf=(mask_indptr_buf, None),
             jit_args=(jit_args, None),
             jit_kwargs=(jit_kwargs, None),
         )
+        self._most_rows: int | None = None
+        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        given = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        if not use_cuda_graph:
+            assert given == (None, None, None, None), "buffers without use_cuda_graph are overwritten by the next plan"
+            return
+        queries, indptr, indices, last_page_len = given
+        assert queries is not None
+        assert indptr is not None
+        assert indices is not None
+        assert last_page_len is not None
+        size = len(last_page_len) + 1
+        checks.integers("qo_indptr_buf", queries, self.stream, on_host=False, size=size)
+        checks.integers("paged_kv_indptr_buf", indptr, self.stream, on_host=False, size=size)
+        checks.integers("paged_kv_indices_buf", indices, self.stream, on_host=False)
+        checks.integers("paged_kv_last_page_len_buf", last_page_len, self.stream, on_host=False)
+        self._buffers = (queries, indptr, indices, last_page_len)
 
     def plan(
         self,
@@ -154,16 +184,19 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        self.calls["prefill plan"] += 1
-        self._check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        self.calls["prefill plan" if causal else "shared plan"] += 1
+        assert type(causal) is bool
+        self._check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, empty=not causal)
         checks.integers("qo_indptr", qo_indptr, self.stream, on_host=True, size=len(paged_kv_indptr))
-        checks.offsets("qo_indptr", qo_indptr)
+        checks.offsets("qo_indptr", qo_indptr, empty=not causal)
         lengths = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
-        assert bool((qo_indptr.diff() <= lengths).all()), "a row has more queries than keys"
+        if causal:
+            assert bool((qo_indptr.diff() <= lengths).all()), "a row has more queries than keys"
+        else:
+            assert window_left == -1, "what a window hides depends on how many rows share"
         checks.heads(num_qo_heads, num_kv_heads, head_dim_qk, page_size, self.rules)
         checks.dtypes(q_data_type, kv_data_type, self.rules)
         checks.scores(window_left, logits_soft_cap, sm_scale)
-        assert causal is True, "causal was left out"
         checks.defaults(
             head_dim_vo=(head_dim_vo, None),
             custom_mask=(custom_mask, None),
@@ -191,11 +224,33 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             qo_indptr.tolist(),
             paged_kv_indptr.tolist(),
             paged_kv_last_page_len.tolist(),
-            paged_kv_indices,
+            self._keep(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len),
             (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
             (q_data_type, kv_data_type),  # type: ignore[arg-type]
-            Scores(window_left, logits_soft_cap or 0.0, sm_scale or 0.0),
+            Scores(window_left, logits_soft_cap or 0.0, sm_scale or 0.0, causal),
         )
+        if self._buffers is not None:
+            assert self._most_rows is not None
+            self._check_workspace(self._most_rows, len(qo_indptr) - 1, num_qo_heads, num_kv_heads, head_dim_qk)
+
+    def _keep(
+        self, queries: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes the fixed buffers, where there are such; gives where runs find the page numbers. The first plan fixes
+        how many rows there may be."""
+        if self._buffers is None:
+            return indices
+        kept_queries, kept_indptr, kept_indices, kept_last = self._buffers
+        assert len(last_page_len) == len(kept_last), f"{len(last_page_len)} requests in buffers for {len(kept_last)}"
+        assert len(indices) <= len(kept_indices), f"{len(indices)} pages in a buffer for {len(kept_indices)}"
+        rows = int(queries[-1])
+        self._most_rows = rows if self._most_rows is None else self._most_rows
+        assert rows <= self._most_rows, f"{rows} rows, and the first plan had {self._most_rows}"
+        kept_queries.copy_(queries)
+        kept_indptr.copy_(indptr)
+        kept_last.copy_(last_page_len)
+        kept_indices[: len(indices)] = indices
+        return kept_indices[: len(indices)]
 
     def run(
         self,
@@ -213,10 +268,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         sinks: torch.Tensor | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         self.calls["prefill run"] += 1
         assert not args
-        assert return_lse is False
         unknown = {
             "q_scale": q_scale,
             "out": out,
@@ -227,15 +281,24 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             "kv_cache_sf": kv_cache_sf,
             "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
         }
-        return self.stream.launch(
-            lambda: self._attend(
-                q,
-                paged_kv_cache,
-                k_scale,
-                v_scale,
-                self._check_run(q, paged_kv_cache, k_scale, v_scale, unknown),  # type: ignore[arg-type]
-            )
-        )
+        if self.stream.recorder is not None:
+            assert self._buffers is not None, "a graph would read the tables of another step"
+        return self.stream.launch(lambda: self._prefill(q, paged_kv_cache, k_scale, v_scale, unknown, return_lse))
+
+    def _prefill(
+        self, q: torch.Tensor, kv: Any, k_scale: Any, v_scale: Any, unknown: dict[str, Any], return_lse: bool
+    ) -> Any:
+        """Keys that all rows of a request see may not be of this step: it is not known whose they are."""
+        plan = self._check_run(q, kv, k_scale, v_scale, unknown)
+        if self._buffers is not None:
+            queries, indptr, _, last_page_len = self._buffers
+            planned = (plan.q_offsets, plan.page_offsets, plan.last_page_len)
+            there = (queries.tolist(), indptr.tolist(), last_page_len.tolist())
+            assert planned == there, "the buffers hold a step that was not planned"
+        if not plan.scores.causal:
+            written = self.stream.written.get(kv.data_ptr(), set()) & set(plan.pages.tolist())
+            assert not written, f"the pages {sorted(written)} are shared, and written to in this step"
+        return self._attend(q, kv, k_scale, v_scale, plan, return_lse)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -316,6 +379,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             q_len_per_req=(q_len_per_req, 1),
         )
         self._copied(indptr, last_page_len)
+        if self._buffers is not None:
+            rows = len(last_page_len)
+            self._check_workspace(rows, rows, num_qo_heads, num_kv_heads, head_dim)
         self._plan = _Plan(
             list(range(len(last_page_len) + 1)),
             indptr.tolist(),
@@ -355,10 +421,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         self.calls["decode run"] += 1
         assert not args
-        assert return_lse is False
         unknown = {
             "q_scale": q_scale,
             "out": out,
@@ -372,12 +437,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         }
         if self.stream.recorder is not None:
             assert self._buffers is not None, "a graph would read the tables of another step"
-        return self.stream.launch(lambda: self._decode(q, paged_kv_cache, k_scale, v_scale, unknown))
+        return self.stream.launch(lambda: self._decode(q, paged_kv_cache, k_scale, v_scale, unknown, return_lse))
 
-    def _decode(self, q: torch.Tensor, kv: Any, k_scale: Any, v_scale: Any, unknown: dict[str, Any]) -> torch.Tensor:
+    def _decode(
+        self, q: torch.Tensor, kv: Any, k_scale: Any, v_scale: Any, unknown: dict[str, Any], return_lse: bool
+    ) -> Any:
         plan = self._check_run(q, kv, k_scale, v_scale, unknown)
         if self._buffers is not None:
             indptr, _, last_page_len = self._buffers
             planned = (plan.page_offsets, plan.last_page_len)
             assert planned == (indptr.tolist(), last_page_len.tolist()), "the buffers hold a step that was not planned"
-        return self._attend(q, kv, k_scale, v_scale, plan)
+        return self._attend(q, kv, k_scale, v_scale, plan, return_lse)
