@@ -274,7 +274,7 @@ def test_a_trial_ends_with_the_largest_step(monkeypatch: pytest.MonkeyPatch, sta
     monkeypatch.setattr(ModelRunner, "try_out", tried_out)
     start_engine(max_running=2, max_batched_tokens=40)
     assert done == ["capture"] * 3 + ["2 prompts, 40 tokens"] + ["capture"] * 3 + ["1 prompts, 16 tokens"]
-    assert len(device.maker.alive) == 2
+    assert len(device.maker.alive) == 3
 
 
 def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine) -> None:
