@@ -76,7 +76,9 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the memory of a CUDA card that may be in use, without --pool-tokens"
     )
-    dtype: WeightsDtype = Field("auto", description="type of the weights; auto is int4, on CUDA bfloat16")
+    dtype: WeightsDtype = Field(
+        "auto", description="type of the weights; auto is int4, on CUDA bfloat16, of which int8 and fp8 (CUDA) are half"
+    )
     kv_dtype: KVDtype = Field(
         "auto", description="type of keys and values; auto follows the weights, int8 (CPU) or fp8 (CUDA) halves them"
     )

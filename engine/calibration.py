@@ -64,7 +64,7 @@ def calibrate(loaded: LoadedModel, codec: Codec, kv_dtype: torch.dtype, device: 
     """For keys and values of that type; None: they are not scaled. most: tokens in a step."""
     if kv_dtype != FP8:
         return None
-    attend = dtype_named(loaded.weights if loaded.weights in ("float16", "bfloat16") else device.weights("auto"))
+    attend = dtype_named(loaded.weights) if loaded.weights in ("float16", "bfloat16") else device.layout("auto").dense
     scales = _find_scales(loaded, codec, attend, device.place, most)
     large = sum(scale > 1 for scale in scales.keys)
     if large:

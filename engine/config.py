@@ -9,7 +9,7 @@ from typing import Literal
 
 from cache import PolicyName
 
-WeightsDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+WeightsDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 DeviceWish = Literal["auto", "cpu", "cuda"]
 AttentionWish = Literal["auto", "flashinfer", "flash-attn", "torch"]
@@ -40,6 +40,7 @@ class EngineConfig:
     model: a package (`pypi:name==version`), a folder of safetensors, or a .gguf file. models_dir: where fetched and
     converted models are kept. device auto: CUDA where torch finds a card. attention: by which kernels; auto: the
     quickest that can serve. dtype auto: int4 on a CPU; on CUDA bfloat16, or float16 where the card has no bfloat16.
+    int4 is for CPUs and fp8 for CUDA, int8 for both.
     kv_dtype auto: float32 beside float32 weights, float16 beside float16 on CUDA, else bfloat16; int8 on a CPU and fp8
     (float8_e4m3fn) on CUDA: in half of its memory. context_length None: what the model was trained for. pool_tokens
     None: on a CPU 8 contexts, at most a quarter of the memory; on CUDA whatever weights and the largest step leave of

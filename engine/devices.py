@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,10 @@ from engine.models.fused import FlashInferElementwise
 from engine.sampling.most_likely import SortedMostLikely, most_likely_by_flashinfer
 from engine.sampling.on_device import DeviceChooser
 from engine.sizing import Room, device_room, host_room
+from engine.weights.layout import Layout, cpu_layout, dense_layout, rowwise_layout
+
+_NEEDED_FOR: Mapping[WeightsDtype, tuple[int, int]] = {"int8": (7, 5), "fp8": (8, 9)}
+"""The compute capability from which on a card multiplies such weights."""
 
 Trial = Callable[[], AbstractContextManager[int]]
 """Tries out all that takes memory: graphs, workspaces, a step as large as there will be. Within the context all of it
@@ -39,8 +43,8 @@ class Device(Protocol):
     @property
     def reason(self) -> str: ...
 
-    def weights(self, wish: WeightsDtype) -> WeightsDtype:
-        """The type of weights for what was wished for, never auto. Raises ModelError where there is no such product."""
+    def layout(self, wish: WeightsDtype) -> Layout:
+        """How weights are kept for what was wished for. Raises ModelError where there is no such product."""
         ...
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
@@ -87,8 +91,8 @@ class CpuDevice:
     def place(self) -> torch.device:
         return torch.device("cpu")
 
-    def weights(self, wish: WeightsDtype) -> WeightsDtype:
-        return "int4" if wish == "auto" else wish
+    def layout(self, wish: WeightsDtype) -> Layout:
+        return cpu_layout(wish)
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
         if wish == "fp8":
@@ -123,17 +127,28 @@ class CudaDevice:
     installed: frozenset[str]
     reason: str
 
-    def weights(self, wish: WeightsDtype) -> WeightsDtype:
-        if wish in ("int4", "int8"):
-            raise ModelError(f"{wish} weights are for the CPU: on CUDA, choose bfloat16, float16 or float32")
+    def layout(self, wish: WeightsDtype) -> Layout:
+        if wish == "int4":
+            raise ModelError("int4 weights are for the CPU: on CUDA, choose int8, fp8, bfloat16, float16 or float32")
         if wish == "auto":
-            return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-        return wish
+            return dense_layout("bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16")
+        if (needed := _NEEDED_FOR.get(wish)) is None:
+            return dense_layout(wish)
+        dense, there = self.layout("auto"), torch.cuda.get_device_capability(self.place)
+        if there < needed:
+            narrower = "int8 or " if there >= _NEEDED_FOR["int8"] else ""
+            raise ModelError(
+                f"{wish} weights need a card of compute capability {_dotted(needed)} or newer, and this one has "
+                f"{_dotted(there)}: choose {narrower}{dense.name}"
+            )
+        return rowwise_layout(wish, dense.dense)
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
         if wish == "int8":
             raise ModelError("int8 keys and values are for the CPU: on CUDA, choose fp8, bfloat16, float16 or float32")
-        return dtype_named(weights if wish == "auto" else wish)
+        if wish == "auto":
+            return self.layout("auto").dense if weights in _NEEDED_FOR else dtype_named(weights)
+        return dtype_named(wish)
 
     def speculation(self, wish: Speculation) -> Speculation:
         """auto: none, since a step with guesses is in no graph."""
@@ -202,6 +217,10 @@ def _out_of_memory(error: BaseException | None) -> BaseException | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def dtype_named(name: str) -> torch.dtype:

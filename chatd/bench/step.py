@@ -78,7 +78,7 @@ def measure_steps(config: EngineConfig, shapes: Sequence[StepShape], repeat: int
     watch, converted = _Stopwatch(), open_model(config.model, config.models_dir, config.dtype)
     tensors = converted.tensors()
     model, watched = Decoder(converted.config, tensors), Decoder(converted.config, tensors, watch=watch)
-    kv_dtype = CpuDevice().kv(config.kv_dtype, CpuDevice().weights(config.dtype))
+    kv_dtype = CpuDevice().kv(config.kv_dtype, CpuDevice().layout(config.dtype).name)
     for shape in shapes:
         if shape.context + shape.new > model.spec.context_length:
             raise CommandFailed(f"{shape}: the model was made for {model.spec.context_length} tokens")

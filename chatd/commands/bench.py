@@ -66,7 +66,7 @@ def _add_perplexity(parts: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "perplexity", help=PERPLEXITY_HELP, description=PERPLEXITY_HELP.capitalize(), allow_abbrev=False
     )
     add_settings(parser, ["model", "models_dir", "threads"])
-    weights = [name for name in get_args(WeightsDtype) if name != "auto"]
+    weights = [name for name in get_args(WeightsDtype) if name not in ("auto", "fp8")]
     kinds = [name for name in get_args(KVDtype) if name not in ("auto", "fp8")]
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's language reference)")

@@ -1,4 +1,4 @@
-"""Linear layers: dense ones are torch's, packed ones are multiplied by machine code of our own."""
+"""Linear layers: dense ones are torch's, packed ones are multiplied by our own machine code, narrow ones by a card."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import Norm, Products
+from engine.narrow import RowScaled, narrow_linear
 
 
 class Linear(Protocol):
@@ -65,6 +66,9 @@ class PackedLinear:
 def load_linear(tensors: Mapping[str, torch.Tensor], name: str, products: Products) -> Linear:
     """The layer `name` of a converted model, by what is there of it."""
     bias = tensors.get(f"{name}.bias")
-    if (packed := tensors.get(f"{name}.packed")) is None:
-        return DenseLinear(tensors[f"{name}.weight"], bias)
-    return PackedLinear(products, packed, int(tensors[f"{name}.outputs"]), bias)
+    if (packed := tensors.get(f"{name}.packed")) is not None:
+        return PackedLinear(products, packed, int(tensors[f"{name}.outputs"]), bias)
+    weight = tensors[f"{name}.weight"]
+    if (scale := tensors.get(f"{name}.scale")) is not None:
+        return narrow_linear(RowScaled(weight, scale), bias)
+    return DenseLinear(weight, bias)

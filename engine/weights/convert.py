@@ -23,35 +23,17 @@ from engine.errors import ModelError
 from engine.models.config import DecoderConfig, from_hf
 from engine.models.gguf_config import from_gguf
 from engine.models.shapes import expected_shapes
+from engine.narrow import RowScaled
 from engine.quant import GroupedWeight
 from engine.quant.grouped import Bits
 from engine.text.assets import ChatAssets, assets_from_folder, assets_from_gguf
+from engine.weights.layout import Layout
 from engine.weights.mapped import map_tensors, save_tensors
 from engine.weights.source import FolderSource, PackageSource, Source, cached_digest, move_into_place
 from engine.weights.tensors import GgufTensors, SafetensorsSource, TensorSource, gguf_metadata, read_gguf
 
 CONVERTER_VERSION = 13
 SIZES_FILE = "sizes.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How weights are kept: dense, in `dense`; or linear layers in so many bits, and lm_head in 8."""
-
-    dense: torch.dtype
-    bits: Bits | None = None
-
-    @property
-    def name(self) -> str:
-        """As in EngineConfig.dtype."""
-        return str(self.dense).removeprefix("torch.") if self.bits is None else f"int{self.bits}"
-
-
-def choose_layout(dtype: str) -> Layout:
-    """auto is int4. What cannot be packed is float32 beside packed weights."""
-    if dtype in ("auto", "int4"):
-        return Layout(torch.float32, 4)
-    return Layout(torch.float32, 8) if dtype == "int8" else Layout(getattr(torch, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +52,7 @@ class ConvertedModel:
 def ensure_converted(source: Source, models_dir: Path, layout: Layout) -> ConvertedModel:
     """The copy of this source in this layout, made unless it is there. A damaged copy is made again."""
     digest = cached_digest(source, models_dir)
-    name = f"{digest[:16]}-{layout.name}"
+    name = f"{digest[:16]}-{layout.folder}"
     folder = models_dir / "converted" / f"{name}-v{CONVERTER_VERSION}"
     if folder.is_dir():
         try:
@@ -148,8 +130,14 @@ def _tensors(source: TensorSource, config: DecoderConfig, layout: Layout) -> Ite
             yield f"{name}.bias", torch.cat([source.dense(f"{part}.bias") for part in parts]).to(layout.dense)
         if layout.bits is not None and GroupedWeight.fits(source.shape(f"{parts[0]}.weight")[1]):
             yield from packed(name, GroupedWeight.cat([grouped(f"{part}.weight", layout.bits) for part in parts]))
+            return
+        weight = torch.cat([source.dense(f"{part}.weight") for part in parts])
+        if layout.rowwise is not None and RowScaled.fits(*weight.shape):
+            scaled = RowScaled.of(weight, layout.rowwise)
+            yield f"{name}.weight", scaled.q
+            yield f"{name}.scale", scaled.scale
         else:
-            yield f"{name}.weight", torch.cat([source.dense(f"{part}.weight") for part in parts]).to(layout.dense)
+            yield f"{name}.weight", weight.to(layout.dense)
 
     def grouped(name: str, bits: Bits) -> GroupedWeight:
         stored = source.grouped_4bit(name) if bits == 4 else None

@@ -86,6 +86,10 @@ CPU, CUDA = CpuDevice(), CudaDevice(CARD, "auto", ALL, "")
         (CUDA, True, "float16", "auto", "float16", torch.float16),
         (CUDA, True, "float32", "bfloat16", "float32", torch.bfloat16),
         (CUDA, True, "auto", "fp8", "bfloat16", torch.float8_e4m3fn),
+        (CUDA, True, "int8", "auto", "int8", torch.bfloat16),
+        (CUDA, False, "int8", "auto", "int8", torch.float16),
+        (CUDA, True, "fp8", "auto", "fp8", torch.bfloat16),
+        (CUDA, True, "fp8", "fp8", "fp8", torch.float8_e4m3fn),
     ],
 )
 def test_types(
@@ -98,14 +102,59 @@ def test_types(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
-    assert device.weights(dtype) == weights
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0) if bf16 else (7, 5))
+    assert device.layout(dtype).name == weights
     assert device.kv(kv_dtype, weights) == kv
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def test_packed_weights_are_for_the_cpu(dtype: WeightsDtype) -> None:
-    with pytest.raises(ModelError, match=f"{dtype} weights are for the CPU"):
-        CUDA.weights(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "bf16", "folder", "dense"),
+    [
+        ("int8", True, "rowwise-int8-bfloat16", torch.bfloat16),
+        ("int8", False, "rowwise-int8-float16", torch.float16),
+        ("fp8", True, "rowwise-fp8-bfloat16", torch.bfloat16),
+        ("bfloat16", True, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_copies_for_a_card(
+    dtype: WeightsDtype, bf16: bool, folder: str, dense: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's int8 is another layout in another folder, beside float32."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
+    layout = CUDA.layout(dtype)
+    assert (layout.folder, layout.dense, layout.bits) == (folder, dense, None)
+    assert CPU.layout("int8").folder == "int8"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "message"),
+    [
+        (CUDA, "int4", (9, 0), "int4 weights are for the CPU: on CUDA, choose int8, fp8, bfloat16, float16 or float32"),
+        (CUDA, "fp8", (8, 6), r"fp8 weights need .* 8\.9 or newer, and this one has 8\.6: choose int8 or bfloat16"),
+        (CUDA, "fp8", (7, 5), "and this one has 7.5: choose int8 or float16"),
+        (CUDA, "int8", (7, 0), r"int8 weights need .* 7\.5 or newer, and this one has 7\.0: choose float16"),
+        (CPU, "fp8", (9, 0), "fp8 weights are for CUDA: on the CPU, choose int4, int8, bfloat16 or float32"),
+    ],
+)
+def test_weights_that_a_device_does_not_multiply(
+    device: Device,
+    dtype: WeightsDtype,
+    capability: tuple[int, int],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
+    with pytest.raises(ModelError, match=message):
+        device.layout(dtype)
+
+
+def test_narrow_weights_of_the_first_cards_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    for dtype, capability in (("int8", (7, 5)), ("fp8", (8, 9))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place, found=capability: found)
+        assert CUDA.layout(dtype).name == dtype
 
 
 @pytest.mark.parametrize(

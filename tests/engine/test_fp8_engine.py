@@ -20,6 +20,7 @@ from engine.errors import ModelError
 from engine.loading import load_engine
 from engine.models.registry import LoadedModel, load_model
 from engine.text import Codec
+from engine.weights.layout import dense_layout
 from tests.engine.conftest import StartEngine
 from tests.support.generation import generate
 from tests.support.standin_device import StandinDevice, use_standin
@@ -136,7 +137,7 @@ def test_what_is_attended_in(
     device: StandinDevice, monkeypatch: pytest.MonkeyPatch, weights: str, best: str, attend: torch.dtype
 ) -> None:
     """As the weights are, or else as the card does best."""
-    monkeypatch.setattr(device, "weights", lambda wish: best)
+    monkeypatch.setattr(device, "layout", lambda wish: dense_layout(best))
     monkeypatch.setattr("engine.calibration._find_scales", lambda *_: KVScales.ones(1))
     loaded = LoadedModel(None, None, None, weights)  # type: ignore[arg-type]
     assert calibrate(loaded, None, FP8, device, 16) == Fp8(KVScales.ones(1), attend)  # type: ignore[arg-type]
@@ -208,7 +209,7 @@ async def test_float32_weights_over_what_is_attended_to_in_16_bits(
     tmp_path: Path,
     model_type: str,
 ) -> None:
-    monkeypatch.setattr(device, "weights", lambda wish: "bfloat16" if wish == "auto" else wish)
+    monkeypatch.setattr(device, "layout", lambda wish: dense_layout("bfloat16" if wish == "auto" else wish))
     save_tiny(tmp_path, model_type, head_dim=16)
     engine = start_engine(model=str(tmp_path), kv_dtype="fp8", pool_tokens=512)
     assert {kv.attend_dtype for kv in stores} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Checks attention on the CUDA device that there is, measures, and prints one table. Run it by `make test-gpu`.
+"""Checks attention and 8-bit products on the CUDA device that there is, measures, prints one table: `make test-gpu`.
 
 Exit code: 0 all checks passed, 1 one failed, 2 there is no CUDA device, 3 none failed but some were left out.
 """
@@ -27,6 +27,7 @@ from tests.gpu.kernels import HELPERS, OPERATIONS, Variant, compile_all, compile
 from tests.gpu.measure import all_measurements, measure_card, run_all
 from tests.gpu.offline import provide_flashinfer
 from tests.gpu.operations import Fused, Mixed, Operations, Plain
+from tests.gpu.products import product_checks
 from tests.gpu.report import Report, Row
 
 FOLDER = Path(".gpu")
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backends = backends_there()
     kernels = _compile(backends, budget, device, options.folder)
     say(f"{'all' if kernels is None else len(kernels)} libraries ready after {budget.spent:.0f} s; checks")
-    checks = run_checks(all_checks(device, backends), _reserved(budget, options.checks_only), kernels)
+    wanted = [*product_checks(device), *all_checks(device, backends)]
+    checks = run_checks(wanted, _reserved(budget, options.checks_only), kernels)
     usable = usable_backends(backends, kernels, checks)
     rows = [] if options.checks_only else _measure(device, usable, kernels, checks, budget, about)
     report = Report(about, checks, rows, budget.spent)

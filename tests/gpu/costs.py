@@ -44,9 +44,11 @@ class Shape:
         """Keys and values of so many tokens in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * element
 
-    def decode_bytes(self, rows: int, context: int, element: int = BYTES) -> int:
-        """Read by a step of single tokens, each with `context` keys, its own included."""
-        return self.weights * BYTES + self.kv_bytes(rows * context, element)
+    def decode_bytes(self, rows: int, context: int, element: int = BYTES, weight: int = BYTES) -> int:
+        """Read by a step of single tokens, each with `context` keys, its own included. element: bytes of one of them.
+        weight: of a layer's; the head has 16 bits."""
+        weights = self.layers * self.layer_weights * weight + self.head_weights * BYTES
+        return weights + self.kv_bytes(rows * context, element)
 
     def prefill_flops(self, prompts: Sequence[int]) -> int:
         """Of a step that computes whole prompts; each token sees itself and those before it."""
@@ -56,10 +58,10 @@ class Shape:
         return products + attention + 2 * self.head_weights * len(prompts)
 
 
-def own_layers(shape: Shape, free: int, for_weights: float = 0.6) -> int:
+def own_layers(shape: Shape, free: int, for_weights: float = 0.6, weight: int = BYTES) -> int:
     """How many layers can have weights of their own in so many bytes of free memory; the others share them."""
     fixed = 2 * shape.head_weights * BYTES
-    return max(1, min(shape.layers, int((free * for_weights - fixed) // (shape.layer_weights * BYTES))))
+    return max(1, min(shape.layers, int((free * for_weights - fixed) // (shape.layer_weights * weight))))
 
 
 def stored_layers(shape: Shape, free: int, tokens: int, element: int = BYTES, for_kv: float = 0.85) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -18,6 +18,7 @@ from tests.gpu.checks import BackendName
 from tests.gpu.decoder import RandomDecoder
 from tests.gpu.device import Device
 from tests.gpu.loads import LOADS, Load, play
+from tests.gpu.products import narrow_types, short
 from tests.gpu.report import Row
 from tests.gpu.stepper import Stepper
 
@@ -29,6 +30,7 @@ SHARED = (256, 2048)
 
 _STEPS = 20
 _OWN = 128  # tokens that a row has for itself where rows share
+_NARROW = "decode, weights in 8 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,13 @@ def all_measurements(
             run = partial(decode_shared, device, model, name, batches[-1], tokens, once)
             yield Measurement("decode, shared tokens", name, 5, run)
     middle = contexts[len(contexts) // 2]
+    for narrow in narrow_types(device):
+        for batch in dict.fromkeys((batches[0], batches[-1])):
+            name = f"{batch} x {middle:,}, {short(narrow)}"
+            run = partial(narrow_decode, device, card, model, best, batch, middle, narrow)
+            yield Measurement(_NARROW, name, 6, run)
+        name = f"{prompt:,} tokens, {best}, {short(narrow)} weights"
+        yield Measurement("prefill", name, 4, partial(narrow_prefill, device, card, model, best, prompt, narrow))
     for batch in batches:
         for backend in backends:
             name = f"{batch} x {middle:,}, {backend}, no graph"
@@ -130,7 +139,8 @@ def decode(
     step = steps(stepper, replay, context, ahead=1)
     waiting = steps(stepper, replay, context)
     without = steps(stepper, stepper.decode, context, ahead=1)
-    read = model.shape.decode_bytes(batch, context, kv.itemsize if kv is not None else model.dtype.itemsize)
+    element = model.dtype.itemsize if kv is None else kv.itemsize
+    read = model.shape.decode_bytes(batch, context, element, model.weight_bytes)
     figures = {
         "ms": step,
         "GB/s": read / step / 1e6,
@@ -143,6 +153,27 @@ def decode(
     }
     table = "decode" if kv is None else "decode, keys and values in 8 bits"
     return Row(table, f"{batch} x {context:,}", figures, stepper.shared)
+
+
+def narrow_decode(
+    device: Device,
+    card: Card,
+    model: RandomDecoder,
+    backend: BackendName,
+    batch: int,
+    context: int,
+    narrow: torch.dtype,
+) -> Row:
+    """As `decode`, by a model with weights of 8 bits that is made for it. Bytes read are those of such weights."""
+    row = decode(device, card, model.narrowed(narrow, device.free_bytes()), backend, batch, context)
+    return replace(row, table=_NARROW, name=f"{row.name}, {short(narrow)}")
+
+
+def narrow_prefill(
+    device: Device, card: Card, model: RandomDecoder, backend: BackendName, prompt: int, narrow: torch.dtype
+) -> Row:
+    row = prefill(device, card, model.narrowed(narrow, device.free_bytes()), backend, prompt)
+    return replace(row, name=f"{row.name}, {short(narrow)} weights")
 
 
 def decode_shared(device: Device, model: RandomDecoder, name: str, batch: int, shared: int, once: bool) -> Row:

@@ -33,6 +33,7 @@ def test_bytes_of_a_token() -> None:
 
 def test_bytes_of_a_decode_step() -> None:
     assert TINY.decode_bytes(3, 5) == 2 * 1232 + 3 * 5 * (2 * 2 * 2 * 2 * 2)
+    assert TINY.decode_bytes(3, 5, weight=1) == TINY.decode_bytes(3, 5) - TINY.layers * TINY.layer_weights
     assert MISTRAL.decode_bytes(1, 2048) == 2 * MISTRAL.weights + (1 << 28)
 
 

@@ -33,6 +33,7 @@ from tests.gpu.checks import (
 from tests.gpu.device import Host
 from tests.gpu.kernels import Variant, variants_of
 from tests.gpu.operations import Plain
+from tests.gpu.products import narrow_types, product_checks, short
 from tests.gpu.sampling import check_choices
 from tests.support import flash_attn_standin, flashinfer_standin
 from tests.support.flashinfer_standin import Standin
@@ -183,6 +184,46 @@ def test_small_operations(check: Any) -> None:
     check(Host(), Plain)
     with pytest.raises(AssertionError, match="not close"):
         check(Host(), Wrong)
+
+
+def test_products_of_eight_bits() -> None:
+    checks = list(product_checks(Host()))
+    assert [(check.name, check.needs) for check in checks] == [
+        (f"products: {narrow} weights, {given}", frozenset())
+        for narrow in ("int8", "fp8")
+        for given in ("bfloat16", "float16")
+    ]
+    assert failures(run_checks(checks, plenty(), None)) == []
+
+
+def low_half_lost(patch: pytest.MonkeyPatch) -> None:
+    right = torch._int_mm
+    patch.setattr(torch, "_int_mm", lambda a, b: right(torch.cat((a[: len(a) // 2], 0 * a[len(a) // 2 :])), b))
+
+
+def wrong_scale(patch: pytest.MonkeyPatch) -> None:
+    right = torch.nn.functional.scaled_mm
+    patch.setattr(torch.nn.functional, "scaled_mm", lambda a, b, s, *rest, **how: right(a, b, 1.1 * s, *rest, **how))
+
+
+@pytest.mark.parametrize(("mistake", "kind"), [(low_half_lost, "int8"), (wrong_scale, "fp8")])
+def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch, mistake: Any, kind: str) -> None:
+    mistake(monkeypatch)
+    found = run_checks([check for check in product_checks(Host()) if kind in check.name], plenty(), None)
+    assert len(failures(found)) == 2
+    assert all("is not close" in failure or "are not the same" in failure for failure in failures(found))
+
+
+def test_a_captured_step_that_keeps_its_first_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "capture", lambda self, work: (work(), lambda: None)[1])
+    assert len(failures(run_checks(list(product_checks(Host())), plenty(), None))) == 4
+
+
+@pytest.mark.parametrize(("capability", "kinds"), [((8, 6), ["int8"]), ((8, 9), ["int8", "fp8"])])
+def test_what_a_card_multiplies(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kinds: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    card = Host(torch=torch.device("cuda", 0))
+    assert [short(dtype) for dtype in narrow_types(card)] == kinds
 
 
 def test_libraries_that_are_compiled() -> None:

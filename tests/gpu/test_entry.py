@@ -63,7 +63,8 @@ def test_all_of_it(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(report.read_text())
     assert written["exit_code"] == 0
     assert {row["note"] for row in written["rows"]} == {""}
-    assert len(written["rows"]) == 1 + 2 + 1 + 2 + 2 + 1
+    assert len(written["rows"]) == 1 + 2 + 1 + 2 + 2 * 2 + 2 + 1
+    assert written["checks"][0]["name"] == "products: int8 weights, bfloat16"
     assert written["about"]["model"].startswith("random weights in bfloat16, 2 layers (2 with weights of their own)")
 
 

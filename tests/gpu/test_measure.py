@@ -56,6 +56,8 @@ def test_all_that_is_measured(standin: Standin, monkeypatch: pytest.MonkeyPatch)
         *("33 tokens, flashinfer", "33 tokens, torch-paged"),
         "a load",
         *("3 x 160, 32 shared, read once", "3 x 160, 32 shared, read by each"),
+        *("1 x 40, int8", "3 x 40, int8", "33 tokens, flashinfer, int8 weights"),
+        *("1 x 40, fp8", "3 x 40, fp8", "33 tokens, flashinfer, fp8 weights"),
         *("1 x 40, flashinfer, no graph", "1 x 40, torch-paged, no graph"),
         *("3 x 40, flashinfer, no graph", "3 x 40, torch-paged, no graph"),
         *("3 x 9", "3 x 40"),
@@ -66,6 +68,8 @@ def test_all_that_is_measured(standin: Standin, monkeypatch: pytest.MonkeyPatch)
     assert decode["of copy"] == pytest.approx(decode["GB/s"] / 10.0)
     assert prefill["TFLOP/s"] == pytest.approx(TINY.prefill_flops([33]) / prefill["ms"] / 1e9)
     assert prefill["of product"] == pytest.approx(prefill["TFLOP/s"] / 0.1)
+    narrow = rows[9].figures
+    assert narrow["GB/s"] == pytest.approx(TINY.decode_bytes(1, 40, weight=1) / narrow["ms"] / 1e6)
     eight_bits = rows[-1].figures
     assert eight_bits["GB/s"] == pytest.approx(TINY.decode_bytes(3, 40, 1) / eight_bits["ms"] / 1e6)
 
@@ -98,6 +102,15 @@ def test_tokens_one_by_one_are_those_of_a_prompt(standin: Standin, backend: Back
         tokens = torch.tensor([token], dtype=torch.int32)
         given = model.forward(tokens, tokens, last, one_by_one.attention, one_by_one.stored)
     assert given.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("narrow", [torch.int8, torch.float8_e4m3fn])
+def test_a_narrow_model_has_the_weights_that_fit(narrow: torch.dtype) -> None:
+    """The head twice, and two layers of one byte a weight in six tenths of the memory."""
+    free = int((2 * 2 * TINY.head_weights + 2.5 * TINY.layer_weights) / 0.6)
+    for model, own in ((model_of(), 2), (model_of(own=1), 1)):
+        narrowed = model.narrowed(narrow, free)
+        assert (narrowed.own, narrowed.weight_bytes, model.weight_bytes) == (own, 1, 2)
 
 
 def test_a_step_continues_from_its_own_tokens(standin: Standin) -> None:

@@ -16,6 +16,7 @@ from engine.models.fused import FlashInferElementwise
 from engine.sampling.most_likely import most_likely_by_flashinfer
 from engine.sampling.on_device import DeviceChooser
 from engine.sizing import Room, device_room
+from engine.weights.layout import Layout, cpu_layout, rowwise_layout
 from tests.support import flashinfer_standin
 from tests.support.flashinfer_standin import Standin
 from tests.support.flashinfer_standin.graphs import StandinGraphs
@@ -27,7 +28,8 @@ GRAPH_BYTES = 1 << 16
 @dataclass
 class StandinDevice:
     """See engine.devices.Device. total: bytes of its memory; used: those taken before a trial. trials: how many there
-    have been. Of the last one: own, bytes of keys and values; taken, bytes of graphs and workspaces."""
+    have been. Of the last one: own, bytes of keys and values; taken, bytes of graphs and workspaces. dense: the type of
+    what is not narrow."""
 
     standin: Standin
     total: int = 1 << 26
@@ -37,16 +39,20 @@ class StandinDevice:
     trials: int = 0
     own: int = 0
     taken: int = 0
+    dense: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         self.maker = StandinGraphs(self.standin.stream)
 
-    def weights(self, wish: WeightsDtype) -> WeightsDtype:
-        return "float32" if wish == "auto" else wish
+    def layout(self, wish: WeightsDtype) -> Layout:
+        """int4: as on the CPU, whose kernels compute it."""
+        if wish in ("int8", "fp8"):
+            return rowwise_layout(wish, self.dense)
+        return Layout(self.dense) if wish == "auto" else cpu_layout(wish)
 
     def kv(self, wish: KVDtype, weights: str) -> torch.dtype:
-        packed = weights in ("int4", "int8")
-        return dtype_named(("float32" if packed else weights) if wish == "auto" else wish)
+        narrow = weights in ("int4", "int8", "fp8")
+        return (self.dense if narrow else dtype_named(weights)) if wish == "auto" else dtype_named(wish)
 
     def speculation(self, wish: Speculation) -> Speculation:
         return "off" if wish == "auto" else wish
