@@ -15,6 +15,7 @@ from engine.devices import CpuDevice
 from engine.loading import load_engine
 from engine.local import LocalEngine
 from engine.text import ChatAssets, Codec
+from tests.support.generation import Reference
 from tests.support.standin_device import use_standin
 from tests.support.tiny_models import save_tiny
 
@@ -26,6 +27,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     """The folder of a random Llama with a vocabulary of bytes, and the same model in transformers."""
     folder = tmp_path_factory.mktemp("tiny")
     return folder, save_tiny(folder, "llama")
+
+
+@pytest.fixture(scope="session")
+def reference(tiny: tuple[Path, PreTrainedModel]) -> Reference:
+    return Reference(tiny[1])
 
 
 @pytest.fixture
@@ -56,7 +62,9 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-async def start_engine(tiny: tuple[Path, PreTrainedModel], attention: str) -> AsyncIterator[StartEngine]:
+async def start_engine(
+    tiny: tuple[Path, PreTrainedModel], attention: str, one_thread: None
+) -> AsyncIterator[StartEngine]:
     """Builds engines in float32 over the tiny model; options are those of EngineConfig."""
     engines: list[LocalEngine] = []
     models_dir = tiny[0].parent / "converted-tiny"

@@ -31,8 +31,6 @@ from tests.engine.conftest import StartEngine
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
 from tests.support.generation import generate
 
-pytestmark = pytest.mark.every_attention
-
 _numbers = itertools.count()
 
 
@@ -78,8 +76,8 @@ async def choose(
 LONG = {"max_tokens": 24, "min_tokens": 24, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.every_attention
+@pytest.mark.parametrize(("length", "page_size"), [(1, 16), (15, 16), (16, 16), (17, 16), (40, 16), (1, 1), (17, 1)])
 async def test_each_choice_is_what_its_seed_gives_alone(start_engine: StartEngine, length: int, page_size: int) -> None:
     engine = start_engine(page_size=page_size)
     together = await choose(engine, prompt(length), 4, seed=7, **LONG)
@@ -139,6 +137,7 @@ async def test_short_choices(start_engine: StartEngine, max_tokens: int) -> None
     assert_no_page_in_use(engine)
 
 
+@pytest.mark.every_attention
 async def test_choices_beyond_what_runs_wait(start_engine: StartEngine) -> None:
     engine = start_engine(max_running=4)
     roomy = start_engine()
@@ -151,6 +150,7 @@ async def test_choices_beyond_what_runs_wait(start_engine: StartEngine) -> None:
     assert_no_page_in_use(engine)
 
 
+@pytest.mark.every_attention
 async def test_preempted_choices_end_with_the_same_tokens(start_engine: StartEngine) -> None:
     roomy, tight = start_engine(), start_engine(pool_tokens=160, page_size=4)
     common = {"max_tokens": 50, "min_tokens": 50, "ignore_eos": True, "seed": 4}
@@ -268,6 +268,7 @@ async def test_stop_strings_over_tokens_of_the_model(start_engine: StartEngine) 
 STORM = 200
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize("pool_tokens", [None, 256])
 async def test_a_storm_of_aborts_loses_no_page(start_engine: StartEngine, pool_tokens: int | None) -> None:
     """Aborts at random moments of a request's life, before and after its end: one terminal event, every page back."""

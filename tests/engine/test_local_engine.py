@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
 
 from engine.api import Admitted, Delta, Failed, Finished, GenerateRequest, Grammar, Progress, Queued, SamplingParams
 from engine.errors import EngineBroken, EngineStopped, InvalidRequest, ModelError, QueueFull, RequestTooLong
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
-from tests.support.generation import assert_same_tokens, generate, reference_greedy
-
-pytestmark = pytest.mark.every_attention
+from tests.support.generation import Reference, assert_same_tokens, generate
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -52,15 +48,15 @@ async def test_events_come_in_order_with_one_terminal(start_engine: StartEngine)
     assert_no_page_in_use(engine)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.every_attention
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 16), (16, 512)])
 async def test_greedy_is_the_reference_however_it_is_computed(
-    page_size: int, chunk: int, start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
+    page_size: int, chunk: int, start_engine: StartEngine, reference: Reference
 ) -> None:
     engine = start_engine(page_size=page_size, max_batched_tokens=chunk, max_running=8)
     history = prompt(70, seed=1)
     for turn in range(3):
-        expected, margins = reference_greedy(tiny[1], history, 20)
+        expected, margins = reference.greedy(history, 20)
         common = {"max_tokens": 20, "ignore_eos": True, "min_tokens": 20}
         off = await generate(engine, history, use_cache=False, **common)
         warm = await generate(engine, history, **common)
@@ -85,6 +81,7 @@ def lost(turn: int, page_size: int, history: np.ndarray) -> int:
     return (len(history) - 1) // page_size * page_size - (earlier - 1) // page_size * page_size
 
 
+@pytest.mark.every_attention
 async def test_cached_tokens_of_many_turns(start_engine: StartEngine) -> None:
     engine = start_engine(page_size=1)
     history = prompt(50)
@@ -98,6 +95,7 @@ async def test_cached_tokens_of_many_turns(start_engine: StartEngine) -> None:
         history = np.concatenate((history, np.asarray(output.ids, np.int32), prompt(9, seed=turn)))
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize(
     ("length", "max_tokens", "generated", "reason"),
     [
@@ -146,19 +144,19 @@ async def test_a_pool_beyond_the_memory_is_refused(start_engine: StartEngine) ->
         start_engine(pool_tokens=10**12)
 
 
-async def test_preempted_requests_end_with_the_same_tokens(
-    start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
-) -> None:
+@pytest.mark.every_attention
+async def test_preempted_requests_end_with_the_same_tokens(start_engine: StartEngine, reference: Reference) -> None:
     engine = start_engine(pool_tokens=160, page_size=4, max_batched_tokens=64)
     common = {"max_tokens": 60, "min_tokens": 60, "ignore_eos": True}
     prompts = [prompt(30, seed=s) for s in range(5)]
     outputs = await asyncio.gather(*(generate(engine, p, **common) for p in prompts))
     assert engine.snapshot().preemptions > 0
     for output, p in zip(outputs, prompts, strict=True):
-        assert_same_tokens(output.ids, *reference_greedy(tiny[1], p, 60))
+        assert_same_tokens(output.ids, *reference.greedy(p, 60))
     assert_no_page_in_use(engine)
 
 
+@pytest.mark.every_attention
 async def test_seeded_text_survives_neighbours_and_preemption(start_engine: StartEngine) -> None:
     roomy, tight = start_engine(), start_engine(pool_tokens=160, page_size=4)
     common = {"max_tokens": 50, "min_tokens": 50, "temperature": 1.0}
@@ -169,6 +167,7 @@ async def test_seeded_text_survives_neighbours_and_preemption(start_engine: Star
     assert len({tuple(output.ids) for output in beside}) == 5
 
 
+@pytest.mark.every_attention
 async def test_the_last_one_running_ends_by_length_when_the_pool_is_full(start_engine: StartEngine) -> None:
     engine = start_engine(pool_tokens=64, page_size=4)
     output = await generate(engine, prompt(40), ignore_eos=True)
@@ -177,15 +176,14 @@ async def test_the_last_one_running_ends_by_length_when_the_pool_is_full(start_e
     assert_no_page_in_use(engine)
 
 
-async def test_three_conversations_evict_one_another(
-    start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
-) -> None:
+@pytest.mark.every_attention
+async def test_three_conversations_evict_one_another(start_engine: StartEngine, reference: Reference) -> None:
     engine = start_engine(pool_tokens=256, page_size=4)
     histories = [prompt(60, seed=s) for s in range(3)]
     for turn in range(10):
         for index, history in enumerate(histories):
             output = await generate(engine, history, max_tokens=10, min_tokens=10, ignore_eos=True)
-            assert_same_tokens(output.ids, *reference_greedy(tiny[1], history, 10))
+            assert_same_tokens(output.ids, *reference.greedy(history, 10))
             histories[index] = np.concatenate((history, np.asarray(output.ids, np.int32), prompt(5, seed=turn)))
     assert engine.snapshot().counters["evicted_pages"] > 0
     assert_no_page_in_use(engine)
@@ -217,6 +215,7 @@ async def test_abort_frees_the_pages_and_ends_the_stream(stage: str, event: type
     assert len(again.ids) == 3
 
 
+@pytest.mark.every_attention
 async def test_an_aborted_prefill_leaves_its_chunks_for_the_next_attempt(start_engine: StartEngine) -> None:
     engine = start_engine(max_batched_tokens=16, page_size=4)
     for _ in range(2):
@@ -228,6 +227,7 @@ async def test_an_aborted_prefill_leaves_its_chunks_for_the_next_attempt(start_e
     assert output.cached >= 16
 
 
+@pytest.mark.every_attention
 async def test_an_identical_prompt_beside_a_running_prefill_finds_its_chunks(start_engine: StartEngine) -> None:
     engine = start_engine(max_batched_tokens=16, page_size=2)
     first, second = await asyncio.gather(
@@ -293,6 +293,7 @@ async def test_higher_priority_goes_first(start_engine: StartEngine) -> None:
     assert order.index("interactive") < order.index("background")
 
 
+@pytest.mark.every_attention
 async def test_a_failing_step_fails_its_requests_only(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,6 @@ from tests.support.generation import assert_same_tokens, generate, reference_gre
 from tests.support.tiny_adapters import ALL, CONFIG, layers_of, merged, random_tensors, save_adapter, save_random
 from tests.support.tiny_models import save_tiny
 
-pytestmark = pytest.mark.every_attention
-
 Q, V, UP = "self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"
 Ranks = dict[str, int]
 Scales = dict[str, float]
@@ -193,6 +191,7 @@ def test_rows_of_a_mixed_step_equal_each_alone(tiny: tuple[Path, PreTrainedModel
             close(part, expected[name][start : start + count])
 
 
+@pytest.mark.every_attention
 async def test_the_engine_serves_adapters_side_by_side(
     start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:
@@ -227,6 +226,7 @@ async def test_adapters_and_namespaces_separate_pages(
             assert (namespace, name, output.cached) == (namespace, name, expected)
 
 
+@pytest.mark.every_attention
 async def test_preempted_sequences_keep_their_adapter(
     start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:

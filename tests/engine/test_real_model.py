@@ -20,7 +20,7 @@ from engine.loading import load_engine
 from engine.local import LocalEngine
 from engine.text.api import ChatMessage, Encoded
 from engine.weights.source import parse_source
-from tests.support.generation import Output, assert_same_tokens, generate, reference_greedy
+from tests.support.generation import Output, Reference, assert_same_tokens, generate
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +31,10 @@ PARAMS = {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def reference(models_dir: Path) -> PreTrainedModel:
+def reference(models_dir: Path) -> Reference:
     path = parse_source(DEFAULT_MODEL).fetch(models_dir)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return model.eval()
+    return Reference(model.eval())
 
 
 @pytest.fixture(params=[(1, 16), (16, 512)], ids=["pages of 1, chunks of 16", "pages of 16, chunks of 512"])
@@ -49,14 +49,14 @@ async def engine(request: pytest.FixtureRequest, models_dir: Path) -> AsyncItera
     await engine.close()
 
 
-async def test_greedy_equals_transformers(engine: LocalEngine, reference: PreTrainedModel) -> None:
+async def test_greedy_equals_transformers(engine: LocalEngine, reference: Reference) -> None:
     messages: list[ChatMessage] = []
     page = engine.info.page_size
     earlier = 0
     for question in QUESTIONS:
         messages.append(ChatMessage("user", question))
         tokens = engine.codec.prompt(messages).tokens
-        expected, margins = reference_greedy(reference, tokens, TOKENS)
+        expected, margins = reference.greedy(tokens, TOKENS)
         warm = await generate(engine, tokens, **PARAMS)
         off = await generate(engine, tokens, use_cache=False, **PARAMS)
         beside, *_ = await asyncio.gather(generate(engine, tokens, **PARAMS), *neighbours(engine))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
 
 from engine.api import Delta, Failed, Finished, GenerateRequest, Progress, SamplingParams
 from engine.local import LocalEngine
 from engine.scheduler import StepRow
 from tests.engine.conftest import StartEngine
-from tests.support.generation import assert_same_tokens, generate, reference_greedy
-
-pytestmark = pytest.mark.every_attention
+from tests.support.generation import Reference, assert_same_tokens, generate
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -72,6 +68,7 @@ async def test_a_stream_waits_for_one_chunk_at_most(start_engine: StartEngine, m
     assert all(sum(step.values()) <= 16 for step in steps)
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize("page_size", [4, 5])
 async def test_lengths_around_every_size(page_size: int, start_engine: StartEngine) -> None:
     """Around the chunk (16), around the pool, all residues of the page; each with 0 and 1 tokens of output."""
@@ -87,9 +84,10 @@ async def test_lengths_around_every_size(page_size: int, start_engine: StartEngi
     assert all_pages_are_back(engine)
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize(("count", "share"), [(2, 0.6), (8, 0.3)])
 async def test_requests_that_do_not_fit_together(
-    count: int, share: float, start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
+    count: int, share: float, start_engine: StartEngine, reference: Reference
 ) -> None:
     engine = start_engine(page_size=4, pool_tokens=200, max_batched_tokens=32)
     prompts = [prompt(int(200 * share) - 20, seed=s) for s in range(count)]
@@ -98,20 +96,21 @@ async def test_requests_that_do_not_fit_together(
     )
     for output, p in zip(outputs, prompts, strict=True):
         assert isinstance(output.end, Finished)
-        assert_same_tokens(output.ids, *reference_greedy(tiny[1], p, 20))
+        assert_same_tokens(output.ids, *reference.greedy(p, 20))
     assert all_pages_are_back(engine)
 
 
+@pytest.mark.every_attention
 @pytest.mark.parametrize("length", [7, 100])
 async def test_twins_give_equal_output(
-    length: int, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, PreTrainedModel]
+    length: int, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:
     """Shorter than a page they run side by side; longer ones compute what they share once."""
     engine = start_engine(page_size=8, max_batched_tokens=32)
     steps = record_steps(engine, monkeypatch)
     tokens = prompt(length)
     outputs = await asyncio.gather(*(submit(engine, f"twin {i}", tokens, 12) for i in range(4)))
-    expected, margins = reference_greedy(tiny[1], tokens, 12)
+    expected, margins = reference.greedy(tokens, 12)
     for output in outputs:
         assert_same_tokens(output, expected, margins)
     shared = (length - 1) // 8 * 8
@@ -134,8 +133,9 @@ async def test_a_twin_is_computed_though_the_first_is_aborted(start_engine: Star
     assert all_pages_are_back(engine)
 
 
+@pytest.mark.every_attention
 async def test_a_prompt_that_was_aborted_between_chunks_comes_again(
-    start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]
+    start_engine: StartEngine, reference: Reference
 ) -> None:
     engine = start_engine(page_size=4, max_batched_tokens=16)
     tokens = prompt(90)
@@ -149,10 +149,11 @@ async def test_a_prompt_that_was_aborted_between_chunks_comes_again(
         assert all_pages_are_back(engine)
     output = await generate(engine, tokens, max_tokens=10, min_tokens=10, ignore_eos=True)
     assert output.cached >= 48
-    assert_same_tokens(output.ids, *reference_greedy(tiny[1], tokens, 10))
+    assert_same_tokens(output.ids, *reference.greedy(tokens, 10))
 
 
-async def test_preempted_in_the_middle_of_a_text(start_engine: StartEngine, tiny: tuple[Path, PreTrainedModel]) -> None:
+@pytest.mark.every_attention
+async def test_preempted_in_the_middle_of_a_text(start_engine: StartEngine, reference: Reference) -> None:
     engine = start_engine(page_size=4, pool_tokens=120, max_batched_tokens=16)
     prompts = [prompt(20, seed=s) for s in range(3)]
     outputs = await asyncio.gather(
@@ -162,7 +163,7 @@ async def test_preempted_in_the_middle_of_a_text(start_engine: StartEngine, tiny
     preempted = [o.end.timings.preemptions for o in outputs if isinstance(o.end, Finished)]
     assert preempted[0] == 0, "the oldest lost its pages"
     for output, p in zip(outputs, prompts, strict=True):
-        assert_same_tokens(output.ids, *reference_greedy(tiny[1], p, 50))
+        assert_same_tokens(output.ids, *reference.greedy(p, 50))
     assert all_pages_are_back(engine)
 
 

@@ -97,7 +97,6 @@ async def test_greedy_texts_are_the_same(
     engine._cache.check()
 
 
-@pytest.mark.every_attention
 @pytest.mark.parametrize("params", SEEDED, ids=str)
 @pytest.mark.parametrize("page_size", [1, 16])
 async def test_a_seed_gives_the_same_text_with_and_without(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from tests.gpu.budget import Budget
 from tests.gpu.checks import (
     BOTH,
     CAPPED,
+    GROUPS,
     ITSELF,
     KINDS,
     OPERATIONS,
+    PAGE_SIZES,
     PLAIN,
     VARIANTS,
     WINDOW,
@@ -72,10 +75,15 @@ def test_all_is_well(standin: Standin, name: str) -> None:
     assert standin.calls["decode run"] > 0 < standin.calls["prefill run"]
 
 
+WAYS = [f"groups of {group}, pages of {page_size}" for page_size, group in product(PAGE_SIZES, GROUPS)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_all_kinds_are_well(standin: Standin, kind: Kind) -> None:
-    assert failures(results([kind])) == []
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=[kind.name for kind in KINDS])
+def test_all_kinds_are_well(standin: Standin, number: int) -> None:
+    """The kinds share the ways: all of both are there, and all that is replayed."""
+    for way in (*WAYS[number :: len(KINDS)], "replayed"):
+        assert failures(results([KINDS[number]], way)) == []
 
 
 def test_names_tell_what_is_checked(standin: Standin) -> None:

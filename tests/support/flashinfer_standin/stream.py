@@ -37,14 +37,14 @@ class _Receipt:
 @dataclass
 class Stream:
     """The device's only one. `arrived`: the number of the last copy that somebody waited for. receipts: what is on its
-    way to host memory, which holds NaN until then. recorder: who captures what is launched. written: of each layer's
-    pages, by their address, those that a step has written to last."""
+    way to host memory, which holds NaN until then. pinned: host memory by its address. recorder: who captures what is
+    launched. written: of each layer's pages, by their address, those that a step has written to last."""
 
     issued: int = 0
     arrived: int = 0
     in_flight: list[_Copy] = field(default_factory=list)
     receipts: list[_Receipt] = field(default_factory=list)
-    pinned: list[torch.Tensor] = field(default_factory=list)
+    pinned: dict[int, torch.Tensor] = field(default_factory=dict)
     recorder: Recorder | None = None
     written: dict[int, set[int]] = field(default_factory=dict)
 
@@ -53,8 +53,7 @@ class Stream:
         return kernel() if self.recorder is None else self.recorder.opaque(kernel)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        pointer = tensor.untyped_storage().data_ptr()
-        return any(pointer == host.untyped_storage().data_ptr() for host in self.pinned)
+        return tensor.untyped_storage().data_ptr() in self.pinned
 
     def copy_from(self, source: torch.Tensor) -> int:
         """A copy from host memory begins; gives its number."""
@@ -105,7 +104,7 @@ class StandinTransfers:
 
     def host(self, size: int) -> torch.Tensor:
         tensor = torch.zeros(size, dtype=torch.int32)
-        self.stream.pinned.append(tensor)
+        self.stream.pinned[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
