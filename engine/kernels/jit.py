@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import time
@@ -97,4 +98,10 @@ def _keep(code: bytes, path: Path) -> None:
             whole.write_bytes(hashlib.sha256(code).digest() + code)
             whole.replace(path)
     except OSError as error:
-        log.warning("machine code cannot be kept, so every start compiles it anew: %s", error)
+        _warn(path.parent, error.strerror or str(error))
+
+
+@cache
+def _warn(folder: Path, reason: str) -> None:
+    """Once, and not for each module."""
+    log.warning("machine code cannot be kept in %s, so every start compiles it anew: %s", folder, reason)
