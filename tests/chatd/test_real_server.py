@@ -323,7 +323,6 @@ def test_what_not_every_request_needs_is_not_loaded_by_the_default_engine(models
 
 FAILURES = [
     ("no such file", ["--model", "/nowhere/model.gguf"], "there is no model file"),
-    ("unknown package", ["--model", "pypi:no-such-model==1.0"], "is not known"),
     ("a context beyond the model's", ["--context-length", "100000"], "made for 8192"),
 ]
 

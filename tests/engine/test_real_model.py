@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tests.support.generation import Output, Reference, assert_same_tokens, gene
 pytestmark = pytest.mark.slow
 
 QUESTIONS = ["What is the capital of Germany?", "And of Italy? Answer briefly.", "Which of the two is larger?"]
-TOKENS = 16
+TOKENS = 12
 NEIGHBOURS = 7
 PARAMS = {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
 
@@ -33,7 +35,11 @@ PARAMS = {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def reference(models_dir: Path) -> Reference:
     path = parse_source(DEFAULT_MODEL).fetch(models_dir)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # the file is read for the config and for the weights
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        )
     return Reference(model.eval())
 
 
