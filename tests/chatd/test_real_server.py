@@ -198,21 +198,21 @@ def test_bad_input_is_named_and_stores_nothing(
 
 
 def test_a_context_that_is_full_slides_and_says_so(models_dir: Path, tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path, models_dir, "--context-length", "512", "--pool-tokens", "2048")
+    server = ServerProcess(tmp_path, models_dir, "--context-length", "256", "--pool-tokens", "2048")
     try:
         client = RestClient(server.url)
         session = client.create_session(system_prompt="You are brief.")
-        for turn in range(7):
-            text = f"This is remark number {turn}. " + "It has a few more words to fill the window. " * 4
-            heard = client.say(session, text, params={"max_tokens": 32, "temperature": 0})
-            assert heard.end["usage"]["prompt_tokens"] + 32 <= 512
+        for turn in range(6):
+            text = f"This is remark number {turn}. " + "It has a few more words to fill the window. " * 3
+            heard = client.say(session, text, params={"max_tokens": 16, "temperature": 0})
+            assert heard.end["usage"]["prompt_tokens"] + 16 <= 256
         cuts = [m["cut"] for m in client.messages(session) if m["cut"]]
         assert cuts
         assert cuts[-1]["dropped_messages"] >= 2
         too_long = client.request("POST", f"/api/v1/sessions/{session}/messages", json={"content": "word " * 600})
         assert too_long.status_code == 400
         assert too_long.json()["code"] == "context_length_exceeded"
-        assert "512" in too_long.json()["detail"]
+        assert "256" in too_long.json()["detail"]
     finally:
         server.stop()
 
