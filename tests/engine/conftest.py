@@ -44,9 +44,14 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests that are marked so run over every attention that there is for engines."""
-    if metafunc.definition.get_closest_marker("every_attention") and "attention" in metafunc.fixturenames:
+    """Tests that are marked so run over every attention that there is for engines, or on the CPU and on the stand-in of
+    a card."""
+    if "attention" not in metafunc.fixturenames:
+        return
+    if metafunc.definition.get_closest_marker("every_attention"):
         metafunc.parametrize("attention", ("native", "torch", "flashinfer"), indirect=True)
+    elif metafunc.definition.get_closest_marker("on_a_card"):
+        metafunc.parametrize("attention", ("native", "flashinfer"), indirect=True)
 
 
 @pytest.fixture

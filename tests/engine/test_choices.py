@@ -31,6 +31,8 @@ from tests.engine.conftest import StartEngine
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
 from tests.support.generation import generate
 
+pytestmark = pytest.mark.on_a_card
+
 _numbers = itertools.count()
 
 

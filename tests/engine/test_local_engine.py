@@ -14,6 +14,8 @@ from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 from tests.support.generation import Reference, assert_same_tokens, generate
 
+pytestmark = pytest.mark.on_a_card
+
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 250, length).astype(np.int32)

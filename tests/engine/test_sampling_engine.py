@@ -14,6 +14,8 @@ from engine.api import Delta, Failed, Finished, GenerateRequest, Grammar, Sample
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 
+pytestmark = pytest.mark.on_a_card
+
 _numbers = itertools.count()
 
 

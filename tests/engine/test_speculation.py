@@ -26,7 +26,7 @@ from tests.engine.test_sampling_engine import SEEDED, ask
 from tests.support.generation import Output, generate
 from tests.support.tiny_models import save_tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_a_card]
 
 _names = itertools.count()
 LONG = {"max_tokens": 40, "min_tokens": 40, "ignore_eos": True}
