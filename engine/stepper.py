@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from engine.api import Admitted, Event, Failed, Finished, FinishReason, Progress
 from engine.choices import Choices
+from engine.flight import Flight, Sampling
 from engine.intake import Intake
-from engine.launched import Launched, Outcome
+from engine.launched import Outcome
 from engine.runner import ModelRunner
 from engine.sampling import BAD_LOGITS, Draw, NoCandidate, Sampled, Sampler, Verdict
 from engine.scheduler import Scheduler, StepRow
@@ -17,30 +17,6 @@ from engine.sequence import Sequence
 from engine.speculation import Speculator, verified
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """A sequence that samples in a step: its first place, and the drafts behind it."""
-
-    sequence: Sequence
-    first: int
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def places(self) -> range:
-        return range(self.first, self.first + 1 + len(self.drafts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A launched step until it has landed. leads: the next one may be launched before that, since all that it needs of
-    this one is on the device. wrong: numbers of sequences that it computes a wrong token of."""
-
-    rows: list[StepRow]
-    launched: Launched
-    leads: bool
-    wrong: set[int] = field(default_factory=set)
 
 
 class Stepper:
@@ -74,7 +50,7 @@ class Stepper:
         self._intake = intake
         self._clock = clock
         self._requests: dict[str, Choices] = {}
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._exhausted: list[Sequence] = []
         self._outbox: list[Event] = []
         self.steps = 0
@@ -110,7 +86,7 @@ class Stepper:
             self._land(flight)
         self._end_exhausted()
 
-    def _launch(self, before: _Flight | None) -> _Flight | None:
+    def _launch(self, before: Flight | None) -> Flight | None:
         """The next step, if there is anything to compute. before: the one that has not landed yet."""
         plan = self._scheduler.schedule()
         for sequence in plan.preempted:
@@ -134,7 +110,7 @@ class Stepper:
             return None
         self.steps += 1
         self.overlapped += before is not None
-        return _Flight(plan.rows, launched, leads=self._runner.chooses and not launched.places.rest)
+        return Flight(plan.rows, launched, leads=self._runner.chooses and not launched.places.rest)
 
     def _draw(self, row: StepRow) -> Draw | None:
         """How the device chooses the row's token; None: it cannot."""
@@ -145,7 +121,7 @@ class Stepper:
             return None
         return sequence.sampling.draw(sequence.expected)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Takes what a step gives, once it is there."""
         try:
             self._take_outcome(flight, flight.launched.wait())
@@ -159,21 +135,21 @@ class Stepper:
             if (choices := self._requests.get(request_id)) is not None:
                 self._fail(choices, "engine_error", "the model failed on this request")
 
-    def _take_outcome(self, flight: _Flight, outcome: Outcome) -> None:
-        sampling: list[_Sampling] = []
+    def _take_outcome(self, flight: Flight, outcome: Outcome) -> None:
+        sampling: list[Sampling] = []
         first = 0
         for row in flight.rows:
             sequence = row.sequence
             if self._goes_on(sequence) and sequence.number not in flight.wrong:
                 if row.samples:
-                    sampling.append(_Sampling(sequence, first, row.drafts))
-                    sampling += [_Sampling(forked, first) for forked in self._fork(sequence)]
+                    sampling.append(Sampling(sequence, first, row.drafts))
+                    sampling += [Sampling(forked, first) for forked in self._fork(sequence)]
                 elif sequence.generated == 0 and sequence.index == 0:
                     self._report_progress(row)
             first += row.sampled
         self._sample(sampling, flight, outcome)
 
-    def _sample(self, sampling: list[_Sampling], flight: _Flight, outcome: Outcome) -> None:
+    def _sample(self, sampling: list[Sampling], flight: Flight, outcome: Outcome) -> None:
         """The next tokens of each sequence, from its places."""
         for entry in sampling:
             if entry.sequence.full:  # max_tokens 0: the prompt was only to be prefilled
@@ -194,7 +170,7 @@ class Stepper:
                     self._verify(entry, sampler, first)
             first += 0 if on_device else len(entry.places)
 
-    def _take_chosen(self, entry: _Sampling, flight: _Flight, token: int, verdict: Verdict) -> None:
+    def _take_chosen(self, entry: Sampling, flight: Flight, token: int, verdict: Verdict) -> None:
         """Takes the token that the device has chosen, unless the host has to choose another."""
         sequence, outcome = entry.sequence, Sampled(token)
         sequence.expected -= 1
@@ -233,7 +209,7 @@ class Stepper:
             else:
                 self._finish_all(self._requests[sequence.request.id], "length")
 
-    def _verify(self, entry: _Sampling, sampler: Sampler, first: int) -> None:
+    def _verify(self, entry: Sampling, sampler: Sampler, first: int) -> None:
         """Takes a token, and more where drafts are kept, from the rows of `sampler` that begin at `first`."""
         sequence, kept = entry.sequence, 0
         if not entry.drafts:
