@@ -65,7 +65,7 @@ class Kernel:
         options = Scores(window_size_left, 0.0, scale)
         counts, lengths = token_offsets.diff().tolist(), key_offsets.diff().tolist()
         rows = zip(q.float().split(counts), k.float().split(lengths), v.float().split(lengths), lengths, strict=True)
-        attended = torch.cat([attend_row(*row, options) for row in rows]).to(q.dtype)
+        attended = torch.cat([attend_row(*row, options)[0] for row in rows]).to(q.dtype)
         return attended, torch.zeros(q.shape[1], len(q)), torch.zeros(2), torch.zeros(0), torch.zeros(0)
 
 
