@@ -97,17 +97,21 @@ async def test_a_slow_reader_gets_merged_deltas_or_a_snapshot(
 
 
 async def test_a_reader_that_stalls_is_closed(tmp_path: Path) -> None:
+    """Once there is something to send that it has no room for: what is behind may have become one frame, which has."""
     async with serving(tmp_path, timing=SocketTiming(outbox_frames=4, stall_s=0.5)) as server:
         session = await server.session()
         async with server.subscribed(session, small=True) as stalled, server.subscribed(session) as quick:
             reading = asyncio.create_task(quick.until("generation.done"))
-            gid = await fill(server, session, 500)
+            gid, pieces = await fill(server, session, 500), 500
+            ended = asyncio.create_task(server.backend.hub.connections[0].ended())
             async with asyncio.timeout(WITHIN_S):
-                await server.backend.hub.connections[0].ended()
+                while not (await asyncio.wait([ended], timeout=0.1))[0]:
+                    server.engine.latest.say_piece(PIECE)
+                    pieces += 1
             assert await stalled.closed() == 4408
             server.engine.latest.finish()
             await reading
-            assert quick.text_of(gid) == PIECE * 500
+            assert quick.text_of(gid) == PIECE * pieces
 
 
 async def test_frames_of_different_kinds_keep_their_order(tmp_path: Path) -> None:
