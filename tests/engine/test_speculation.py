@@ -26,7 +26,7 @@ from tests.engine.test_sampling_engine import SEEDED, ask
 from tests.support.generation import Output, generate
 from tests.support.tiny_models import save_tiny
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_a_card]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _names = itertools.count()
 LONG = {"max_tokens": 40, "min_tokens": 40, "ignore_eos": True}
@@ -120,6 +120,7 @@ async def test_a_seed_gives_the_same_text_with_and_without(
         assert 0 < got.end.timings.accepted_tokens < got.end.timings.drafted_tokens
 
 
+@pytest.mark.on_a_card
 async def test_a_grammar_is_followed_position_by_position(
     start_engine: StartEngine, plain: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ async def test_right_guesses_save_steps_and_wrong_ones_are_given_up(
     assert set(knowing.dropped) == {0}
 
 
+@pytest.mark.on_a_card
 async def test_max_tokens_within_the_drafts(
     start_engine: StartEngine, plain: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +179,7 @@ async def test_max_tokens_within_the_drafts(
         assert timings(output)[0] <= max(0, count - 2)
 
 
+@pytest.mark.on_a_card
 async def test_ends_within_the_drafts(
     start_engine: StartEngine, plain: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +231,7 @@ async def test_pages_behind_drafts_hold_what_belongs_there(
         engine._cache.check()
 
 
+@pytest.mark.on_a_card
 async def test_preempted_texts_are_the_same(
     start_engine: StartEngine, plain: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +248,7 @@ async def test_preempted_texts_are_the_same(
     tight._cache.check()
 
 
+@pytest.mark.on_a_card
 async def test_a_full_pool_ends_the_text_at_the_same_token(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +266,7 @@ async def test_a_full_pool_ends_the_text_at_the_same_token(
     assert_no_page_in_use(engine)
 
 
+@pytest.mark.on_a_card
 async def test_choices_are_the_same(
     start_engine: StartEngine, plain: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +284,7 @@ async def test_choices_are_the_same(
         engine._cache.check()
 
 
+@pytest.mark.on_a_card
 async def test_aborts_lose_no_page_and_no_index(start_engine: StartEngine) -> None:
     engine = start_engine(
         speculation="ngram", speculative_tokens=16, page_size=1, max_batched_tokens=32, pool_tokens=400

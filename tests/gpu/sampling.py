@@ -22,10 +22,12 @@ KINDS = (
     SamplingParams(min_p=0.05),
 )
 CUT_BY_RANK = KINDS[:4]
+VOCABULARY = 128_256
 
 
-def check_choices(device: Device, most_likely: MostLikely, vocabulary: int = 128_256, rows: int = 48) -> None:
+def check_choices(device: Device, most_likely: MostLikely, vocabulary: int | None = None, rows: int = 48) -> None:
     """Random logits, logits of which many are equal, and a row that is no number: AssertionError where one differs."""
+    vocabulary = vocabulary or VOCABULARY
     random = torch.Generator().manual_seed(0)
     smooth = torch.randn(rows, vocabulary, generator=random) * 4
     stepped = torch.randint(0, 3, (rows, vocabulary), generator=random).float()

@@ -43,6 +43,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     }
     monkeypatch.setattr(entry, "all_measurements", partial(all_measurements, **small))
     monkeypatch.setattr("tests.gpu.measure._STEPS", 2)
+    monkeypatch.setattr("tests.gpu.sampling.VOCABULARY", 3000)
     return tmp_path / "report.json"
 
 
