@@ -3,7 +3,8 @@
 It looks for CUDA beside `nvcc`, which is no use where that is a script elsewhere in the path, and links `-lcuda`, which
 containers often lack: there the driver's library comes as libcuda.so.1 alone, and when the container is started. The
 one that a kernel is linked with only has to have the right name; the driver's is loaded when the kernel is. Its norms
-include a header of cuBLAS, which not every CUDA folder has, but which comes with torch's wheels.
+include a header of cuBLAS, and its selection of the most likely tokens one of cuRAND, which not every CUDA folder has,
+but which come with torch's wheels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shutil import which
 _USUAL = Path("/usr/local/cuda")
 _FLAGS = "FLASHINFER_EXTRA_LDFLAGS"
 _CUDA_FLAGS = "FLASHINFER_EXTRA_CUDAFLAGS"
-_HEADER = "cublasLt.h"
+_HEADERS = ("cublasLt.h", "curand.h")
 
 
 def compile_settings(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -27,12 +28,15 @@ def compile_settings(environment: Mapping[str, str], folder: Path) -> dict[str, 
     """
     settings = {}
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    if home is None and (found := cuda_home()) is not None:
-        settings["CUDA_HOME"] = home = str(found)
+    if home is None and (usual := cuda_home()) is not None:
+        settings["CUDA_HOME"] = home = str(usual)
     if home is None or which("c++") is None:
         return settings
-    if not (Path(home) / "include" / _HEADER).is_file() and (headers := _headers_of_wheels()) is not None:
-        settings[_CUDA_FLAGS] = f"{environment.get(_CUDA_FLAGS, '')} -isystem {headers}".strip()
+    missing = [header for header in _HEADERS if not (Path(home) / "include" / header).is_file()]
+    beside_torch = dict.fromkeys(found for header in missing if (found := _folder_of_wheels(header)) is not None)
+    if beside_torch:
+        given = environment.get(_CUDA_FLAGS, "")
+        settings[_CUDA_FLAGS] = " ".join([given, *(f"-isystem {headers}" for headers in beside_torch)]).strip()
     flags = environment.get(_FLAGS, "")
     if not _links(home, flags):
         settings[_FLAGS] = f"{flags} -L{_make_libcuda(folder)}".strip()
@@ -46,12 +50,12 @@ def cuda_home() -> Path | None:
     return next((home for home in (*beside, _USUAL) if _is_home(home)), None)
 
 
-def _headers_of_wheels() -> Path | None:
-    """A folder with cuBLAS's headers beside torch: nvidia/cublas/include, nvidia/cu13/include, ..."""
+def _folder_of_wheels(header: str) -> Path | None:
+    """The folder beside torch that has it: nvidia/cublas/include, nvidia/cu13/include, ..."""
     spec = find_spec("nvidia")
     places = spec.submodule_search_locations if spec is not None else None
-    found = (header for place in places or () for header in sorted(Path(place).glob(f"*/include/{_HEADER}")))
-    return next((header.parent for header in found), None)
+    found = (path for place in places or () for path in sorted(Path(place).glob(f"*/include/{header}")))
+    return next((path.parent for path in found), None)
 
 
 def _is_home(home: Path) -> bool:

@@ -85,16 +85,29 @@ def test_a_library_to_link_with_is_made_where_there_is_none(elsewhere: Path, mon
 
 @needs_compiler
 def test_headers_come_from_torch_where_cuda_has_none(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one folder or in several, as wheels for CUDA 13 and 12 have them."""
     home = make_cuda(elsewhere / "usual")
-    headers = elsewhere / "site" / "nvidia" / "cu13" / "include"
-    for folder in (headers, home / "include"):
+    one, blas, rand = (elsewhere / "site" / "nvidia" / name / "include" for name in ("cu13", "cublas", "curand"))
+    for folder in (one, blas, rand, home / "include"):
         folder.mkdir(parents=True)
-    (headers / "cublasLt.h").touch()
     monkeypatch.syspath_prepend(elsewhere / "site")
-    settings = compile_settings({"FLASHINFER_EXTRA_CUDAFLAGS": "-lineinfo"}, elsewhere / "made")
-    assert settings["FLASHINFER_EXTRA_CUDAFLAGS"] == f"-lineinfo -isystem {headers}"
+
+    def told(given: str = "") -> str | None:
+        return compile_settings({"FLASHINFER_EXTRA_CUDAFLAGS": given}, elsewhere / "made").get(
+            "FLASHINFER_EXTRA_CUDAFLAGS"
+        )
+
+    assert told() is None
+    (blas / "cublasLt.h").touch()
+    (rand / "curand.h").touch()
+    assert told() == f"-isystem {blas} -isystem {rand}"
+    (blas / "cublasLt.h").rename(one / "cublasLt.h")
+    (rand / "curand.h").rename(one / "curand.h")
+    assert told("-lineinfo") == f"-lineinfo -isystem {one}"
     (home / "include" / "cublasLt.h").touch()
-    assert "FLASHINFER_EXTRA_CUDAFLAGS" not in compile_settings({}, elsewhere / "made")
+    assert told() == f"-isystem {one}"
+    (home / "include" / "curand.h").touch()
+    assert told() is None
 
 
 @needs_compiler
