@@ -82,12 +82,15 @@ class ModelRunner:
         ends = np.cumsum([pages_for(length + 1, page_size) for length in lengths])
         tables = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
         draws = [_WIDEST if self.chooses else None] * len(lengths)
+        under_way = []
         for starts, counts in (([0] * len(lengths), lengths), (lengths, [1] * len(lengths))):
             rows, step = [], StepTokens()
             for number, (pages, start, count) in enumerate(zip(tables, starts, counts, strict=True)):
                 rows.append(AttentionRow(number, pages, start, count, start + count))
                 step.extend([0] * count, start, sampled=1)
-            self._launch(rows, step, Places.of(draws), {}, None).wait()
+            under_way.append(self._launch(rows, step, Places.of(draws), {}, None))
+        for launched in under_way:  # what both hold on to has to find room at the same time
+            launched.wait()
         for number in range(len(lengths)):
             self._attention.drop(number)
 
