@@ -131,8 +131,8 @@ class Stepper:
     def _failed(self, rows: list[StepRow]) -> None:
         """Whatever went wrong belongs to a step's requests; the engine goes on with the others."""
         log.exception("a step failed")
-        for request_id in dict.fromkeys(row.sequence.request.id for row in rows):
-            if (choices := self._requests.get(request_id)) is not None:
+        for row in rows:
+            if (choices := self._choices(row.sequence)) is not None:
                 self._fail(choices, "engine_error", "the model failed on this request")
 
     def _take_outcome(self, flight: Flight, outcome: Outcome) -> None:
@@ -195,7 +195,12 @@ class Stepper:
             self._scheduler.void(sequence)
 
     def _goes_on(self, sequence: Sequence) -> bool:
-        return sequence.request.id in self._requests and sequence.output.reason is None
+        return self._choices(sequence) is not None and sequence.output.reason is None
+
+    def _choices(self, sequence: Sequence) -> Choices | None:
+        """Those that the sequence is one of; None: its request has ended, and another one may have its id by now."""
+        choices = self._requests.get(sequence.request.id)
+        return choices if choices is not None and choices.request is sequence.request else None
 
     def _end_exhausted(self) -> None:
         exhausted, self._exhausted = self._exhausted, []
@@ -222,7 +227,7 @@ class Stepper:
             kept += is_draft
             sequence.accepted += is_draft
             self._take(sequence, outcome)
-            if sequence.output.reason is not None or sequence.request.id not in self._requests:
+            if not self._goes_on(sequence):
                 break
         self._speculator.went(sequence, len(entry.drafts), kept)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -240,6 +241,38 @@ async def test_a_row_that_is_no_number_fails_alone(
     assert [end.code for end in failed] == ["bad_logits"]
     for output, expected in zip(outputs, alone, strict=True):
         assert isinstance(output.end, Failed) or output.ids == expected.ids
+    assert_no_page_in_use(engine)
+
+
+async def test_an_id_that_comes_again_while_its_last_step_still_runs(
+    start_engine: StartEngine, standin: StandinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request of that id has failed, and the step behind computes another token of it."""
+    engine = start_engine(**OPTIONS)
+    second = GenerateRequest("again", prompt(9, seed=3), SamplingParams(temperature=0.0, max_tokens=20))
+    expected = await generate(engine, second.tokens, max_tokens=20)
+    await engine.flush()
+    runner, came_again = engine._stepper._runner, threading.Event()
+    choose, deliver, calls = runner._chooser.choose, engine._deliver, []  # type: ignore[union-attr]
+
+    def poisoned(logits: torch.Tensor, *rest: Any) -> Any:
+        calls.append(len(logits))
+        return choose(logits * float("nan") if len(calls) == 4 else logits, *rest)
+
+    def wait_for_the_second() -> None:
+        failed = any(isinstance(event, Failed) for event in engine._stepper._outbox)
+        deliver()
+        if failed:
+            assert came_again.wait(10)
+
+    monkeypatch.setattr(runner._chooser, "choose", poisoned)
+    monkeypatch.setattr(engine, "_deliver", wait_for_the_second)
+    events = [event async for event in engine.submit(replace(second, tokens=prompt(8, seed=1)))]
+    assert isinstance(events[-1], Failed)
+    stream = engine.submit(second)
+    came_again.set()
+    ids = [id async for event in stream if isinstance(event, Delta) for id in event.ids]
+    assert ids == expected.ids
     assert_no_page_in_use(engine)
 
 
