@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.adapters.adapter import Adapter, LowRank
+from engine.attention.transfers import Staging, transfers_for
 from engine.quant import Linear
 
 
@@ -33,7 +35,8 @@ class Adapters:
     def __init__(self, adapters: Iterable[Adapter] = (), device: torch.device | None = None) -> None:
         """device: of the model; None: the CPU."""
         self._adapters = tuple(adapters)
-        self._device = device
+        self._device = device or torch.device("cpu")
+        self._staging = Staging(transfers_for(self._device), self._device) if self._adapters else None
         self._groups: tuple[RowGroup, ...] = ()
 
     @property
@@ -58,12 +61,18 @@ class Adapters:
                 else:
                     mine.append((start, stop))
             start = stop
-        self._groups = tuple(_group(adapter, mine, self._device) for adapter, mine in found.items())
+        scattered = self._send({adapter: mine for adapter, mine in found.items() if len(mine) > 1})
+        self._groups = tuple(
+            RowGroup(adapter, mine[0][0], mine[-1][1], scattered.get(adapter)) for adapter, mine in found.items()
+        )
 
-
-def _group(adapter: str, spans: list[tuple[int, int]], device: torch.device | None) -> RowGroup:
-    scattered = torch.cat([torch.arange(*span) for span in spans]).to(device) if len(spans) > 1 else None
-    return RowGroup(adapter, spans[0][0], spans[-1][1], scattered)
+    def _send(self, spans: dict[str, list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+        """The rows of the spans, on the device. Waits for nothing that runs there."""
+        if not spans or self._staging is None:
+            return {}
+        rows = [np.concatenate([np.arange(*span, dtype=np.int32) for span in mine]) for mine in spans.values()]
+        with self._staging.step(rows) as staged:
+            return {adapter: one.device.long() for adapter, one in zip(spans, staged, strict=True)}
 
 
 class _AdaptedLinear:

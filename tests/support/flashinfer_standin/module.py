@@ -244,7 +244,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, exact: bool = True) -> Standin:
     standin = Standin(EXACT_RULES if exact else RULES)
     for name in ("flashinfer", "flashinfer.topk"):
         monkeypatch.setitem(sys.modules, name, standin)
-    for module in ("attention.flashinfer", "attention.flash_attn", "attention.torch_paged", "link"):
+    users = ("attention.flashinfer", "attention.flash_attn", "attention.torch_paged", "link", "adapters.batch")
+    for module in users:
         monkeypatch.setattr(f"engine.{module}.transfers_for", lambda device: standin.transfers)
     monkeypatch.setattr("engine.attention.workspace._LEAST", 0)
     if exact:
