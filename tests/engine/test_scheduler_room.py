@@ -78,6 +78,17 @@ def test_the_last_one_running_ends_when_the_pool_is_full() -> None:
     assert first.preemptions == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nobody_makes_room_for_a_last_token(ahead: bool) -> None:
+    """It is sampled, and never computed: of 9 tokens each, 8 fill both pages."""
+    rig = Rig(pages=4, page_size=4, ahead=ahead)
+    for _ in range(2):
+        rig.add(4, max_tokens=5)
+    rig.run()
+    assert set(rig.ended.values()) == {"length"}
+    assert rig.scheduler.preemptions == 0
+
+
 def test_many_without_room_do_not_hide_one_that_fits() -> None:
     rig = Rig(pages=40, page_size=4)
     decoding(rig, length=100, max_tokens=50)
