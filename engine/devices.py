@@ -190,7 +190,7 @@ def find_device(wish: DeviceWish, attention: AttentionWish) -> Device:
         return CpuDevice(attention, "asked for" if wish == "cpu" else "torch finds no CUDA here")
     if not there:
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        raise DeviceUnavailable(f"the device cuda was asked for, and torch finds none: it {built}")
+        raise DeviceUnavailable(f"the device cuda was asked for, and torch finds none: it {built}; choose auto or cpu")
     card = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(card)
     return CudaDevice(card, attention, installed(), f"asked for, {name}" if wish == "cuda" else name)

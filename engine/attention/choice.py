@@ -69,13 +69,15 @@ def choose(wish: str, device: torch.device, there: Collection[str], head_dim: in
 
 def _without_cuda(wish: str, device: torch.device, dtype: torch.dtype) -> Choice:
     if wish in ("flashinfer", "flash-attn"):
-        _check(wish, f"it needs CUDA, and the device is {device.type}")
+        _check(wish, f"it needs CUDA, and the device is {device.type}: choose auto or torch")
     if device.type != "cpu":
         return Choice("torch-paged", f"the one for the device {device.type}")
     if wish == "torch":
         return Choice("torch-paged", "asked for")
     if dtype in (torch.float16, FP8):
-        raise AttentionUnavailable(f"keys and values cannot be kept in {dtype} on a CPU: ask for another kv_dtype")
+        raise AttentionUnavailable(
+            f"keys and values cannot be kept in {dtype} on a CPU: ask for another kv_dtype, int8, bfloat16 or float32"
+        )
     return Choice("native", "the quickest on a CPU")
 
 

@@ -63,7 +63,8 @@ def test_choices(
     [
         ("fastest", CUDA, BOTH, 64, torch.bfloat16, "one of auto, flashinfer, flash-attn, torch"),
         ("flashinfer", CPU, BOTH, 64, torch.bfloat16, "needs CUDA, and the device is cpu"),
-        ("auto", CPU, BOTH, 64, torch.float16, "ask for another kv_dtype"),
+        ("auto", CPU, BOTH, 64, torch.float16, "ask for another kv_dtype, int8, bfloat16 or float32"),
+        ("flashinfer", CPU, BOTH, 64, torch.bfloat16, "the device is cpu: choose auto or torch"),
         ("flash-attn", MPS, BOTH, 64, torch.bfloat16, "needs CUDA, and the device is mps"),
         ("flashinfer", CUDA, {"flash_attn"}, 64, torch.bfloat16, "the package flashinfer is not installed"),
         ("flashinfer", CUDA, {"flashinfer"}, 64, torch.bfloat16, "finds no ninja and no nvcc"),
