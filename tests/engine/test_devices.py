@@ -67,9 +67,7 @@ def test_without_a_card(wish: DeviceWish, reason: str) -> None:
 
 @pytest.mark.usefixtures("no_card")
 def test_a_card_that_is_not_there(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    with pytest.raises(
-        DeviceUnavailable, match="the device cuda was asked for, and torch finds none.*; choose auto or cpu"
-    ):
+    with pytest.raises(DeviceUnavailable, match=r"torch finds none: it .*; choose auto or cpu"):
         load_engine(EngineConfig(tmp_path, str(tiny[0]), device="cuda"))
 
 
