@@ -17,7 +17,7 @@ import torch
 from engine.attention.choice import Choice, choose, has_flashinfer, installed
 from engine.attention.kv_scales import FP8
 from engine.config import AttentionWish, DeviceWish, KVDtype, Speculation, WeightsDtype
-from engine.errors import DeviceUnavailable, ModelError, OutOfDeviceMemory
+from engine.errors import DeviceLost, DeviceUnavailable, ModelError, OutOfDeviceMemory
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.models.elementwise import CpuElementwise, Elementwise, TorchElementwise
 from engine.models.fused import FlashInferElementwise
@@ -205,6 +205,18 @@ def told_what_to_lower() -> Iterator[None]:
         if (first := _out_of_memory(error)) is None:
             raise
         raise OutOfDeviceMemory(str(first).splitlines()[0].rstrip(".")) from error
+
+
+@contextmanager
+def told_if_lost() -> Iterator[None]:
+    """An error after which the device takes nothing any more becomes a DeviceLost; it may come from any kernel that was
+    launched before."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        if _out_of_memory(error) is not None:
+            raise
+        raise DeviceLost(str(error).splitlines()[0]) from error
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:

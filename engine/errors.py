@@ -29,6 +29,10 @@ class OutOfDeviceMemory(ModelError):
         )
 
 
+class DeviceLost(EngineError):
+    """The device answers every call with an error from now on."""
+
+
 class RequestError(EngineError):
     """The request itself is at fault and would fail again."""
 

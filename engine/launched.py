@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.devices import told_if_lost
 from engine.link import Arrival
 from engine.sampling import Chosen, Draw, Verdict
 
@@ -51,7 +52,9 @@ class Launched:
     indices: dict[int, int]
 
     def wait(self) -> Outcome:
-        *chosen, logits = self.arrival.wait()
+        """Raises DeviceLost."""
+        with told_if_lost():
+            *chosen, logits = self.arrival.wait()
         ids, verdicts = (numbers.tolist() for numbers in chosen) if chosen else ([], [])
         pairs = zip(ids, map(Verdict, verdicts), strict=True)
         return Outcome(dict(zip(self.places.drawn, pairs, strict=True)), self.places.rest, logits)

@@ -12,6 +12,7 @@ from engine.adapters import Adapters
 from engine.api import SamplingParams
 from engine.attention import AttentionBackend, AttentionRow
 from engine.attention.base import pages_for
+from engine.devices import told_if_lost
 from engine.graphs import DecodeGraphs
 from engine.launched import Launched, Places
 from engine.link import HostLink, Link
@@ -60,7 +61,7 @@ class ModelRunner:
         """Begins a step, behind all that were launched; where the model runs in host memory it is computed at once.
 
         draws: for each place (see launched.py), the last `sampled` tokens of each row, in order. before: the last
-        launched step, if a row goes on from a token that it chooses.
+        launched step, if a row goes on from a token that it chooses. Raises DeviceLost.
         """
         step = StepTokens()
         for row in rows:
@@ -69,7 +70,8 @@ class ModelRunner:
         places = Places.of(draws)
         owners = [row.sequence.number for row in rows for _ in range(row.sampled)]
         indices = {owners[place]: index for index, place in enumerate(places.drawn)}
-        return self._launch([_attention_row(row) for row in rows], step, places, indices, before)
+        with told_if_lost():
+            return self._launch([_attention_row(row) for row in rows], step, places, indices, before)
 
     @torch.inference_mode()
     def try_out(self, lengths: Rows[int], page_size: int) -> None:

@@ -167,8 +167,8 @@ class Scheduler:
         self._no_room.clear()
 
     def _grow(self, plan: StepPlan) -> None:
-        """Every sequence that decodes gets room for its next token, the first by rank first; none for one
-        whose last token is expected: it is never computed."""
+        """Every sequence that decodes gets room for its next token, the first by rank first. None whose last token is
+        expected: that one is never computed."""
         for sequence in list(self._running):
             while sequence.lease is not None and not sequence.expects_last:
                 if self._pages.reserve(sequence.lease, sequence, sequence.length) is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from engine.api import Admitted, Event, Failed, Finished, FinishReason, Progress
 from engine.choices import Choices
+from engine.errors import DeviceLost
 from engine.flight import Flight, Sampling
 from engine.intake import Intake
 from engine.launched import Outcome
@@ -78,7 +79,10 @@ class Stepper:
         return events
 
     def step(self) -> None:
-        """Lands a step, which is launched first if none is under way; the next one is launched before, if it can be."""
+        """Lands a step, which is launched first if none is under way; the next one is launched before, if it can be.
+
+        Raises DeviceLost.
+        """
         flight, self._flight = self._flight or self._launch(None), None
         if flight is not None:
             if flight.leads and self.busy:
@@ -105,6 +109,8 @@ class Stepper:
             for row in plan.rows:
                 self._scheduler.computed(row)
                 row.sequence.expected += row.sequence.number in launched.indices
+        except DeviceLost:
+            raise
         except Exception:
             self._failed(plan.rows)
             return None
@@ -125,6 +131,8 @@ class Stepper:
         """Takes what a step gives, once it is there."""
         try:
             self._take_outcome(flight, flight.launched.wait())
+        except DeviceLost:
+            raise
         except Exception:
             self._failed(flight.rows)
 

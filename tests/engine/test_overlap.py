@@ -15,11 +15,14 @@ import torch
 from engine.api import Delta, Failed, Finished, GenerateRequest, SamplingParams
 from engine.attention.flashinfer import FlashInferAttention
 from engine.devices import CpuDevice, Device
+from engine.errors import EngineBroken
 from engine.launched import Launched
+from engine.link import StagedLink
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
 from tests.engine.test_choices import choose
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
+from tests.support.flashinfer_standin.stream import StandinFence
 from tests.support.generation import generate
 from tests.support.standin_device import StandinDevice, use_standin
 
@@ -213,6 +216,34 @@ async def test_a_step_that_fails_while_another_runs(
     assert again.ids == expected.ids
     assert_no_page_in_use(engine)
     engine._cache.check()
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+async def test_a_device_that_is_lost_ends_the_engine(
+    when: str, start_engine: StartEngine, standin: StandinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests fail, those that wait too, and the engine says that it has ended; want of memory is no such end."""
+    engine = start_engine(**{**OPTIONS, "max_running": 2})
+    owner, name = (StagedLink, "send") if when == "launch" else (StandinFence, "wait")
+    original, errors = getattr(owner, name), ["out of memory", "an illegal memory access was encountered"]
+
+    def failing(*arguments: Any) -> Any:
+        if errors and engine._stepper.steps % 4 == 3:
+            raise torch.AcceleratorError(f"CUDA error: {errors.pop(0)}")
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    common = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.0}
+    starved = await generate(engine, prompt(8), **common)
+    assert isinstance(starved.end, Failed)
+    assert not engine.snapshot().broken
+    outputs = await asyncio.wait_for(
+        asyncio.gather(*(generate(engine, prompt(8, seed=s), **common) for s in range(4))), 30
+    )
+    assert [(type(output.end), output.end.code) for output in outputs] == [(Failed, "engine_error")] * 4
+    assert engine.snapshot().broken
+    with pytest.raises(EngineBroken):
+        await generate(engine, prompt(8), **common)
 
 
 async def test_a_row_that_is_no_number_fails_alone(
