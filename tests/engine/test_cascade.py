@@ -3,7 +3,6 @@ whole engines."""
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from engine.attention.paged_kv import PagedKV
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.devices import CpuDevice, Device
 from engine.graphs import DecodeGraphs
-from engine.local import LocalEngine
 from engine.models.decoder import Decoder
 from engine.models.fused import FlashInferElementwise
 from engine.weights import open_model
 from tests.engine.conftest import StartEngine
-from tests.engine.test_choices import choose
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
+from tests.engine.two_turns import two_turns
 from tests.support import flashinfer_standin
 from tests.support.flashinfer_standin import Standin
 from tests.support.flashinfer_standin.graphs import StandinGraphs
@@ -272,6 +270,9 @@ async def test_every_token_is_the_same(
 ) -> None:
     """Sessions with one system prompt, two choices each and a second turn, in a pool that is too small for all."""
     texts: dict[str, list[list[int]]] = {}
+    kinds = [{"seed": index, "temperature": 0.0 if index % 2 else 0.8} for index in range(5)]
+    system = prompt(40, seed=99)
+    histories = [np.concatenate((system, prompt(3 + 5 * index, seed=index))) for index in range(5)]
     device = use_standin(monkeypatch)
     shares = partial(FlashInferAttention, least_saved=1)
     monkeypatch.setattr("engine.attention.build.FlashInferAttention", shares)
@@ -283,30 +284,10 @@ async def test_every_token_is_the_same(
         engine = start_engine(
             page_size=page_size, pool_tokens=288, max_batched_tokens=24, max_running=6, context_length=160
         )
-        texts[name] = await two_turns(engine)
+        texts[name] = await two_turns(engine, histories, kinds, max_tokens=30, min_tokens=30, ignore_eos=True)
         assert engine.snapshot().preemptions > 0
         assert engine.snapshot().counters["evicted_pages"] > 0
         assert_no_page_in_use(engine)
     assert texts["flashinfer"] == texts["native"]
     assert device.standin.calls["shared plan"] > 20
     assert len(device.maker.alive) == (7 if graphs else 0)
-
-
-async def two_turns(engine: LocalEngine) -> list[list[int]]:
-    """The ids of all choices of both turns, in order."""
-    common = {"max_tokens": 30, "min_tokens": 30, "ignore_eos": True}
-    texts: list[list[int]] = []
-    system = prompt(40, seed=99)
-    histories = [np.concatenate((system, prompt(3 + 5 * index, seed=index))) for index in range(5)]
-    for turn in range(2):
-        asked = [
-            choose(engine, history, 2, seed=index, temperature=0.0 if index % 2 else 0.8, **common)
-            for index, history in enumerate(histories)
-        ]
-        outputs = await asyncio.gather(*asked)
-        texts += [output.ids[choice] for output in outputs for choice in range(2)]
-        histories = [
-            np.concatenate((history, np.asarray(output.ids[1], np.int32), prompt(9, seed=50 + turn)))
-            for history, output in zip(histories, outputs, strict=True)
-        ]
-    return texts

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import numpy as np
 import pytest
 
 from engine.devices import CpuDevice, Device
-from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
-from tests.engine.test_choices import choose
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
+from tests.engine.two_turns import two_turns
 from tests.support.standin_device import use_standin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-POOL, REQUESTS, CHOICES = 288, 6, 2
+POOL = 288
 
 
 @pytest.mark.parametrize("speculation", ["off", "ngram"])
@@ -27,6 +23,8 @@ async def test_every_token_is_the_same(
     """Prompts in chunks beside answers, forks, preemption and eviction in a pool that is too small for all, and a
     second turn for each from what is left of the first."""
     texts: dict[str, list[list[int]]] = {}
+    histories = [prompt(20 + 7 * index, seed=index) for index in range(6)]
+    kinds = [{"seed": index, "temperature": 0.0 if index % 2 else 0.8} for index in range(6)]
     standin = use_standin(monkeypatch)
     devices: dict[str, Device] = {"native": CpuDevice(), "torch": CpuDevice("torch"), "flashinfer": standin}
     for name, device in devices.items():
@@ -39,7 +37,7 @@ async def test_every_token_is_the_same(
             context_length=160,
             speculation=speculation,
         )
-        texts[name] = await two_turns(engine)
+        texts[name] = await two_turns(engine, histories, kinds, max_tokens=30, min_tokens=30, ignore_eos=True)
         assert engine.snapshot().preemptions > 0
         assert engine.snapshot().counters["evicted_pages"] > 0
         assert_no_page_in_use(engine)
@@ -47,22 +45,3 @@ async def test_every_token_is_the_same(
     assert texts["flashinfer"] == texts["native"]
     assert {"prefill run", "decode run", "append", "rmsnorm", "rope", "silu_and_mul"} <= standin.standin.calls.keys()
     assert len(standin.maker.alive) == 7
-
-
-async def two_turns(engine: LocalEngine) -> list[list[int]]:
-    """The ids of all choices of both turns, in order."""
-    common = {"max_tokens": 30, "min_tokens": 30, "ignore_eos": True}
-    texts: list[list[int]] = []
-    histories = [prompt(20 + 7 * index, seed=index) for index in range(REQUESTS)]
-    for turn in range(2):
-        asked = [
-            choose(engine, history, CHOICES, seed=index, temperature=0.0 if index % 2 else 0.8, **common)
-            for index, history in enumerate(histories)
-        ]
-        outputs = await asyncio.gather(*asked)
-        texts += [output.ids[choice] for output in outputs for choice in range(CHOICES)]
-        histories = [
-            np.concatenate((history, np.asarray(output.ids[1], np.int32), prompt(9, seed=50 + turn)))
-            for history, output in zip(histories, outputs, strict=True)
-        ]
-    return texts

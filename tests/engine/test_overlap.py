@@ -20,8 +20,8 @@ from engine.launched import Launched
 from engine.link import StagedLink
 from engine.local import LocalEngine
 from tests.engine.conftest import StartEngine
-from tests.engine.test_choices import choose
 from tests.engine.test_local_engine import assert_no_page_in_use, prompt
+from tests.engine.two_turns import two_turns
 from tests.support.flashinfer_standin.stream import StandinFence
 from tests.support.generation import generate
 from tests.support.standin_device import StandinDevice, use_standin
@@ -103,14 +103,14 @@ async def test_preemption_eviction_and_choices(
     cascade: bool, start_engine: StartEngine, standin: StandinDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that is too small for all, and a second turn from what is left of the first."""
-    texts = []
+    texts, histories = [], [prompt(20 + 7 * index, seed=index) for index in range(6)]
     if cascade:
         monkeypatch.setattr("engine.attention.build.FlashInferAttention", partial(FlashInferAttention, least_saved=1))
     for device in (standin, CpuDevice()):
         on(device, monkeypatch)
         options = {**OPTIONS, "pool_tokens": 288, "max_batched_tokens": 24, "speculation": "off"}
         engine = start_engine(page_size=8, **options)
-        texts.append(await two_turns(engine))
+        texts.append(await two_turns(engine, histories, KINDS, max_tokens=30, ignore_eos=True))
         assert engine.snapshot().preemptions > 0
         assert engine.snapshot().counters["evicted_pages"] > 0
         assert_no_page_in_use(engine)
@@ -118,23 +118,6 @@ async def test_preemption_eviction_and_choices(
         assert (overlapped(engine) > 0) == (device is standin)
     assert texts[0] == texts[1]
     assert (standin.standin.calls["shared plan"] > 20) == cascade
-
-
-async def two_turns(engine: LocalEngine) -> list[list[int]]:
-    texts: list[list[int]] = []
-    histories = [prompt(20 + 7 * index, seed=index) for index in range(6)]
-    for turn in range(2):
-        asked = [
-            choose(engine, history, 2, max_tokens=30, ignore_eos=True, **KINDS[index % len(KINDS)])
-            for index, history in enumerate(histories)
-        ]
-        outputs = await asyncio.gather(*asked)
-        texts += [output.ids[choice] for output in outputs for choice in range(2)]
-        histories = [
-            np.concatenate((history, np.asarray(output.ids[1], np.int32), prompt(9, seed=50 + turn)))
-            for history, output in zip(histories, outputs, strict=True)
-        ]
-    return texts
 
 
 async def test_the_host_takes_back_what_the_device_cannot_know(
