@@ -79,10 +79,10 @@ def test_scenarios(models_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_turns(models_dir: Path, tmp_path: Path) -> None:
-    content = bench("turns", models_dir, tmp_path / "all.json", "--history", "600", "--repeat", "1")
+    content = bench("turns", models_dir, tmp_path / "all.json", "--history", "300", "--repeat", "1")
     (point,) = content["points"]
-    assert (point["cached"]["mean_cached_tokens"], point["uncached"]["mean_cached_tokens"]) == (592, 0)
-    assert point["cached"]["mean_prompt_tokens"] == point["uncached"]["mean_prompt_tokens"] > 630
+    assert (point["cached"]["mean_cached_tokens"], point["uncached"]["mean_cached_tokens"]) == (288, 0)
+    assert point["cached"]["mean_prompt_tokens"] == point["uncached"]["mean_prompt_tokens"] > 330
     assert point["cached"]["ttft"]["p50_ms"] < point["uncached"]["ttft"]["p50_ms"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -91,10 +91,10 @@ class AsOnCuda(TorchDispatchMode):
 
 
 class _Rules:
-    """waits: whether the host may. pinned: host memory by its address."""
+    """Of one test: `use_card` makes them anew. waits: whether the host may. pinned: host memory by its address."""
 
-    waits = False
-    pinned: dict[int, torch.Tensor] = {}  # noqa: RUF012
+    waits: ClassVar[bool] = False
+    pinned: ClassVar[dict[int, torch.Tensor]] = {}
 
 
 @contextmanager
@@ -198,6 +198,8 @@ def use_card(monkeypatch: pytest.MonkeyPatch) -> None:
         "synchronize": lambda device: None,
         "mem_get_info": lambda device: (1 << 30, 1 << 31),
     }
+    monkeypatch.setattr(_Rules, "waits", False)
+    monkeypatch.setattr(_Rules, "pinned", {})
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("engine.attention.transfers.CudaTransfers", lambda device: CardTransfers())
