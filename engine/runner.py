@@ -12,6 +12,7 @@ from engine.adapters import Adapters
 from engine.api import SamplingParams
 from engine.attention import AttentionBackend, AttentionRow
 from engine.attention.base import pages_for
+from engine.attention.step_tables import Ints
 from engine.devices import told_if_lost
 from engine.graphs import DecodeGraphs
 from engine.launched import Launched, Places
@@ -118,10 +119,14 @@ class ModelRunner:
         replays = graphs is not None and graphs.plan(rows)
         if graphs is None:
             self._attention.plan(rows)
-        tables = DrawTables.build(places.draws)
-        sent = self._link.send([*step.arrays, _ints(places.drawn), _ints(places.rest), *tables.arrays])
-        tokens, positions, logit_rows, gaps, sources, drawn, rest = (array.long() for array in sent[:7])
-        if before is not None and before.chosen is not None and len(gaps):
+        tables = DrawTables.build(places.draws) if places.drawn else None
+        flat, choosing = step.arrays, []
+        if tables is not None:
+            choosing = [_ints(places.drawn), _ints(places.rest), *tables.arrays]
+        sent = self._link.send([*flat, *choosing])
+        tokens, positions, logit_rows, *filling = (array.long() for array in sent[: len(flat)])
+        if filling and before is not None and before.chosen is not None:
+            gaps, sources = filling
             tokens.index_copy_(0, gaps, before.chosen.tokens[sources])
         if graphs is not None and replays:
             logits = graphs.replay(tokens, positions)
@@ -129,10 +134,11 @@ class ModelRunner:
         else:
             logits = self._model.forward(tokens, positions, logit_rows, self._attention)
         logits = logits[:, : self._vocab_size]
-        if self._chooser is None or not places.drawn:
+        if self._chooser is None or tables is None:
             return Launched(places, self._link.fetch([logits]), None, indices)
-        chosen = self._chooser.choose(logits[drawn] if places.rest else logits, tables, sent[7:])
-        arrival = self._link.fetch([chosen.tokens.int(), chosen.verdicts, logits[rest]])
+        drawn, rest, *numbers = sent[len(flat) :]
+        chosen = self._chooser.choose(logits[drawn.long()] if places.rest else logits, tables, numbers)
+        arrival = self._link.fetch([chosen.tokens.int(), chosen.verdicts, logits[rest.long()]])
         return Launched(places, arrival, chosen, indices)
 
 
@@ -148,8 +154,10 @@ class StepTokens:
     sources: list[int] = field(default_factory=list)
 
     @property
-    def arrays(self) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
-        return [_ints(numbers) for numbers in (self.tokens, self.positions, self.logit_rows, self.gaps, self.sources)]
+    def arrays(self) -> list[Ints]:
+        """In the order of the fields; the last two only where there are any."""
+        filling = (self.gaps, self.sources) if self.gaps else ()
+        return [_ints(numbers) for numbers in (self.tokens, self.positions, self.logit_rows, *filling)]
 
     def add(self, row: StepRow, before: Launched | None) -> None:
         sequence = row.sequence
@@ -168,7 +176,7 @@ class StepTokens:
         self.logit_rows += range(len(self.tokens) - sampled, len(self.tokens))
 
 
-def _ints(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _ints(numbers: list[int]) -> Ints:
     return np.array(numbers, dtype=np.int32)
 
 
