@@ -26,6 +26,7 @@ from engine.link import link_to
 from engine.local import LocalEngine
 from engine.models.registry import LoadedModel, load_model
 from engine.runner import ModelRunner
+from engine.sampling import DeviceChooser
 from engine.sizing import pool_pages, spread
 from engine.speculation.loading import DraftModel, load_draft_model, load_drafter
 from engine.text import Codec
@@ -64,7 +65,8 @@ def _load(config: EngineConfig, device: Device) -> LocalEngine:
     log.info("attention %s: %s", choice.name, choice.reason)
     draft = load_draft_model(config, loaded.assets, kv_dtype, device)
     fp8 = calibrate(loaded, codec, kv_dtype, device, config.max_batched_tokens)
-    setup = _Setup(config, device, loaded, draft, choice, kv_dtype, fp8, context, codec.vocab_size)
+    chooser = device.chooser()
+    setup = _Setup(config, device, loaded, draft, choice, chooser, kv_dtype, fp8, context, codec.vocab_size)
     shape = setup.pool()
     runner = setup.runner(shape)
     info = EngineInfo(
@@ -95,6 +97,7 @@ class _Setup:
     loaded: LoadedModel
     draft: DraftModel | None
     choice: Choice
+    chooser: DeviceChooser | None
     kv_dtype: torch.dtype
     fp8: Fp8 | None
     context: int
@@ -104,11 +107,11 @@ class _Setup:
         """Sized by what there is room for beside all else."""
         config, spec = self.config, self.loaded.model.spec
         room = self.device.room(config.gpu_memory_utilization, self._trial)
-        token_bytes = spec.kv_shape(1, 1, self.kv_dtype).page_bytes
+        token_bytes = spec.token_bytes(self.kv_dtype)
         if self.choice.gathers(config.page_size):  # in each layer, at most what all sequences have there
             gathered = token_bytes
             if self.fp8 is not None:  # as it is stored, and then as it is attended to
-                gathered += spec.kv_shape(1, 1, self.fp8.attend_dtype).page_bytes
+                gathered += spec.token_bytes(self.fp8.attend_dtype)
             token_bytes += gathered // len(spec.layers)
         if self.draft is not None:
             token_bytes += self.draft.token_bytes
@@ -172,9 +175,8 @@ class _Setup:
         return build_attention(self.choice, shape, spec.layers, spec.num_heads, place, self._fixed, self.fp8)
 
     def _runner(self, attention: AttentionBackend, graphs: DecodeGraphs | None = None) -> ModelRunner:
-        link = link_to(self.device.place)
-        chooser = self.device.chooser()
-        return ModelRunner(self.loaded.model, attention, self.loaded.adapters, self.vocab_size, link, graphs, chooser)
+        loaded, link = self.loaded, link_to(self.device.place)
+        return ModelRunner(loaded.model, attention, loaded.adapters, self.vocab_size, link, graphs, self.chooser)
 
 
 def _default_params(codec: Codec, limit: int) -> SamplingParams:

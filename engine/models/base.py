@@ -26,6 +26,10 @@ class ModelSpec:
     layers: tuple[LayerAttention, ...]
     static: bool = False
 
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """What the keys and values of a token take, kept in that type."""
+        return self.kv_shape(1, 1, dtype).page_bytes
+
     def kv_shape(self, num_pages: int, page_size: int, dtype: torch.dtype) -> KVShape:
         return KVShape(len(self.layers), self.num_kv_heads, self.head_dim, num_pages, page_size, dtype)
 

@@ -34,7 +34,7 @@ class DraftModel:
     @property
     def token_bytes(self) -> int:
         """What the keys and values of a token take."""
-        return self.loaded.model.spec.kv_shape(1, 1, self.kv_dtype).page_bytes
+        return self.loaded.model.spec.token_bytes(self.kv_dtype)
 
     def drafter(self, config: EngineConfig, pool_tokens: int, device: Device) -> ModelDrafter:
         """With room for that many tokens."""
