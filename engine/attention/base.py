@@ -47,6 +47,11 @@ class LayerAttention:
     softcap: float | None = None
     scale: float | None = None
 
+    @property
+    def window_left(self) -> int:
+        """The window without the token itself, as kernels count it; -1: all."""
+        return -1 if self.window is None else self.window - 1
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:

@@ -22,7 +22,7 @@ import torch
 from cache import TailCopy
 from engine.attention.base import AttentionBackend, AttentionRow, LayerAttention, layers_of, scale_of
 from engine.attention.paged_kv import PagedKV
-from engine.attention.step_tables import StepTables
+from engine.attention.step_tables import Lengths, StepTables
 from engine.attention.transfers import Staging, transfers_for
 from engine.errors import AttentionUnavailable
 
@@ -48,15 +48,11 @@ def reads_pages(page_size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """token_offsets, key_offsets: [R + 1] int32, of the rows' queries and of their keys. most_tokens, most_keys: of one
-    row. keys: a block table [R, M], or the slots [sum of keys] to gather."""
+    """keys: a block table [R, M], or the slots [sum of keys] to gather."""
 
     token_slots: torch.Tensor
-    token_offsets: torch.Tensor
-    key_offsets: torch.Tensor
+    lengths: Lengths
     keys: torch.Tensor
-    most_tokens: int
-    most_keys: int
 
 
 class FlashAttnAttention:
@@ -90,11 +86,9 @@ class FlashAttnAttention:
         with self._staging.step(arrays) as staged:
             token_slots, token_offsets, key_offsets, on_device, fresh = (array.device for array in staged)
             self._kv.clear(fresh)
-        most_keys = max(row.start + row.count for row in rows)
         if self._paged:
             on_device = on_device.view(len(rows), -1)
-        most_tokens = max(row.count for row in rows)
-        self._step = _Step(token_slots, token_offsets, key_offsets, on_device, most_tokens, most_keys)
+        self._step = _Step(token_slots, tables.lengths(token_offsets, key_offsets), on_device)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if (step := self._step) is None:
@@ -106,13 +100,13 @@ class FlashAttnAttention:
             q.to(keys.dtype),
             keys,
             values,
-            step.token_offsets,
-            step.key_offsets,
-            step.most_tokens,
-            step.most_keys,
+            step.lengths.token_offsets,
+            step.lengths.key_offsets,
+            step.lengths.most_tokens,
+            step.lengths.most_keys,
             softmax_scale=scale_of(options, self._kv.shape.head_dim),
             causal=True,
-            window_size=(options.window - 1 if options.window is not None else -1, -1),
+            window_size=(options.window_left, -1),
             softcap=options.softcap if options.softcap is not None else 0.0,
             block_table=step.keys if self._paged else None,
         )

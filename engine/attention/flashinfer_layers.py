@@ -161,7 +161,7 @@ class LayerKind:
 def options_of(layer: LayerAttention, kv: PagedKV) -> dict[str, Any]:
     """What `plan` is told besides the tables, nothing left to its defaults. window_left does not count the token."""
     return {
-        "window_left": layer.window - 1 if layer.window is not None else -1,
+        "window_left": layer.window_left,
         "logits_soft_cap": layer.softcap if layer.softcap is not None else 0.0,
         "sm_scale": layer.scale,
         "q_data_type": kv.attend_dtype,

@@ -8,10 +8,22 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.attention.base import AttentionRow
 
 Ints: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of R rows. token_offsets and key_offsets: see StepTables, int32 [R + 1] on the device. most_tokens, most_keys: of
+    one row."""
+
+    token_offsets: torch.Tensor
+    key_offsets: torch.Tensor
+    most_tokens: int
+    most_keys: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,12 @@ class StepTables:
             (np.arange(token_offsets[-1]) - np.repeat(token_offsets[:-1] - starts, counts)).astype(np.int32),
             offsets(ends),
             pages[page_offsets[1:][begun] - 1],
+        )
+
+    def lengths(self, token_offsets: torch.Tensor, key_offsets: torch.Tensor) -> Lengths:
+        """token_offsets, key_offsets: its own, on the device."""
+        return Lengths(
+            token_offsets, key_offsets, int(np.diff(self.token_offsets).max()), int(np.diff(self.key_offsets).max())
         )
 
     def key_slots(self, page_size: int) -> Ints:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from cache import TailCopy
 from engine.attention.base import AttentionRow, LayerAttention, layers_of, scale_of
 from engine.attention.paged_kv import PagedKV
-from engine.attention.step_tables import StepTables
+from engine.attention.step_tables import Lengths, StepTables
 from engine.attention.transfers import Staging, transfers_for
-from engine.attention.varlen import Lengths, Varlen, find_varlen
+from engine.attention.varlen import Varlen, find_varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,7 @@ class TorchPagedAttention:
         with self._staging.step((*slots, tables.fresh, tables.token_offsets, tables.key_offsets)) as staged:
             token_slots, key_slots, fresh, token_offsets, key_offsets = (array.device for array in staged)
             self._kv.clear(fresh)
-            most_tokens, most_keys = max(row.count for row in rows), max(row.start + row.count for row in rows)
-            lengths = Lengths(token_offsets, key_offsets, most_tokens, most_keys)
-            self._step = _Step(token_slots, key_slots, _spans(rows), lengths)
+            self._step = _Step(token_slots, key_slots, _spans(rows), tables.lengths(token_offsets, key_offsets))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self._step is None:
@@ -76,7 +74,7 @@ class TorchPagedAttention:
         keys, values = self._kv.gather(layer, self._step.key_slots)
         options, scale = self._layers[layer], scale_of(self._layers[layer], self._kv.shape.head_dim)
         if self._varlen is not None and options.softcap is None:
-            return self._varlen(q.to(keys.dtype), keys, values, self._step.lengths, scale, options.window)
+            return self._varlen(q.to(keys.dtype), keys, values, self._step.lengths, scale, options)
         attended = torch.empty_like(q, dtype=keys.dtype, memory_format=torch.contiguous_format)
         for span in self._step.spans:
             row = q[span.tokens].to(keys.dtype)

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 
-DTYPES = (torch.float16, torch.bfloat16)
+from engine.attention.base import LayerAttention
+from engine.attention.flash_attn import unsupported
+from engine.attention.step_tables import Lengths
 
-_LARGEST_HEAD = 256
-_ALIGNMENT = 8
 _NEEDED = {"scale", "window_size", "enable_gqa"}  # in torch 2.10 it had none of them
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Of R rows. token_offsets and key_offsets: see StepTables, int32 [R + 1] on the device. most_tokens, most_keys: of
-    one row."""
-
-    token_offsets: torch.Tensor
-    key_offsets: torch.Tensor
-    most_tokens: int
-    most_keys: int
 
 
 class Varlen:
@@ -41,11 +29,11 @@ class Varlen:
         values: torch.Tensor,
         lengths: Lengths,
         scale: float,
-        window: int | None,
+        layer: LayerAttention,
     ) -> torch.Tensor:
         """q [T, Hq, D] against keys and values [S, Hkv, D], all of one type, row by row; gives [T, Hq, D].
 
-        The last token of a row sees all of its keys, the one before all but one, and so on; window: see LayerAttention.
+        The last token of a row sees all of its keys, the one before all but one, and so on. layer: without a soft cap.
         """
         return self._function(
             q,
@@ -56,14 +44,14 @@ class Varlen:
             lengths.most_tokens,
             lengths.most_keys,
             scale=scale,
-            window_size=(window - 1 if window is not None else -1, 0),
+            window_size=(layer.window_left, 0),
             enable_gqa=True,
         )
 
 
 def find_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Varlen | None:
     """For attention in that type; None: torch has none here."""
-    if device.type != "cuda" or dtype not in DTYPES or head_dim % _ALIGNMENT or head_dim > _LARGEST_HEAD:
+    if device.type != "cuda" or unsupported(head_dim, dtype) is not None:  # they are the same kernels
         return None
     if torch.cuda.get_device_capability(device) < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
         return None
