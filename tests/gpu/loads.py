@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from engine.link import Arrival
 from tests.gpu.checks import BackendName
 from tests.gpu.decoder import RandomDecoder
 from tests.gpu.device import Device
@@ -97,15 +96,7 @@ def play(device: Device, model: RandomDecoder, backend: BackendName, load: Load)
         stepper.prefill(spans)().tolist()
         ends.append(perf_counter() - started)
     stepper.begin_decode(load.prompt + 1)
-    arrival: Arrival | None = None
-    for generated in range(1, load.answer):
-        stepper.plan_decode(load.prompt + generated)
-        run()
-        before, arrival = arrival, stepper.fetch_tokens()
-        if before is not None:
-            before.wait()
-    if arrival is not None:
-        arrival.wait()
+    stepper.decode_ahead(run, range(load.prompt + 1, load.prompt + load.answer), ahead=1)
     end = perf_counter() - started
     figures = summary(load, first_tokens(prompts, steps, ends), ends[-1], end)
     return Row("loads", load.name, figures, stepper.shared)

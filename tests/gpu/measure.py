@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,6 @@ from time import perf_counter
 import torch
 
 from engine.attention.kv_scales import FP8
-from engine.link import Arrival
 from tests.gpu.budget import Budget
 from tests.gpu.checks import BackendName
 from tests.gpu.decoder import RandomDecoder
@@ -193,15 +191,8 @@ def steps(stepper: Stepper, work: Callable[[], object], context: int, ahead: int
     """ms of a step: planned, run, and its tokens read. ahead: how many steps are launched before that."""
     for warm_up in (True, False):
         stepper.begin_decode(context)
-        started, arrivals = perf_counter(), deque[Arrival]()
-        for step in range(3 if warm_up else _STEPS):
-            stepper.plan_decode(context + step)
-            work()
-            arrivals.append(stepper.fetch_tokens())
-            if len(arrivals) > ahead:
-                arrivals.popleft().wait()
-        for arrival in arrivals:
-            arrival.wait()
+        started = perf_counter()
+        stepper.decode_ahead(work, range(context, context + (3 if warm_up else _STEPS)), ahead)
     return 1e3 * (perf_counter() - started) / _STEPS
 
 

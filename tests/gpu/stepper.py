@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -86,6 +87,18 @@ class Stepper:
         self._tokens.copy_(self._model.forward(self._tokens, self._positions, self._last, self.attention, self.stored))
         self._positions.add_(1)
 
+    def decode_ahead(self, work: Work, contexts: Iterable[int], ahead: int) -> None:
+        """Steps planned, run by `work`, and their tokens read. ahead: how many are launched before those of one are."""
+        arrivals = deque[Arrival]()
+        for context in contexts:
+            self.plan_decode(context)
+            work()
+            arrivals.append(self.fetch_tokens())
+            if len(arrivals) > ahead:
+                arrivals.popleft().wait()
+        for arrival in arrivals:
+            arrival.wait()
+
     def capture_decode(self, context: int) -> Work:
         """`decode` without its host side, for steps planned by `plan_decode`."""
         self.begin_decode(context)
@@ -97,11 +110,6 @@ class Stepper:
     def fetch_tokens(self) -> Arrival:
         """Of the last step; good until the second fetch after."""
         return self._link.fetch([self._tokens])
-
-    def tokens(self) -> list[int]:
-        """What the last step gave: waits for it, as a server must."""
-        chosen: list[int] = self.fetch_tokens().wait()[0].tolist()
-        return chosen
 
     def _backend(self, name: BackendName, least_saved: int | None) -> AttentionBackend:
         if name == "torch-paged":

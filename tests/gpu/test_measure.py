@@ -120,7 +120,7 @@ def test_a_step_continues_from_its_own_tokens(standin: Standin) -> None:
     for context in (41, 42):
         stepper.plan_decode(context)
         replay()
-        chosen.append(stepper.tokens())
+        chosen.append(stepper.fetch_tokens().wait()[0].tolist())
         assert stepper._positions.tolist() == [context, context]
     assert chosen[0] != chosen[1]
 
